@@ -1,0 +1,296 @@
+"""The CPU twin as a backend: the tile protocol with one process a rank and shared memory.
+
+Source: csrc/cpu/rank.h, which holds the protocol; this file makes buffers and calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_tilemoe.backends.base import Expert, LayerShape
+from ds_tilemoe.config import TileOverlapConfig
+from ds_tilemoe.errors import DeadlineError, RankFailure, TileMoEError
+from ds_tilemoe.op_builder import CPUTileMoEBuilder
+from ds_tilemoe.routing import Routing
+from ds_tilemoe.stats import IterationStats
+from ds_tilemoe.symmetric_heap import HeapShape, SymmetricHeap, gather, open_heap
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_TILE_M = 16
+_CHUNK_BYTES = 128 * 1024
+_LAYOUTS = {"auto": 0, "compact": 0, "aligned": 1}
+_MOVERS = {"auto": 0, "sm": 0, "none": 1, "sequential": 2}
+_DEFAULT_GROUP_TIMEOUT_S = 1800.0  # torch's own default for gloo
+
+
+class CpuBackend:
+    """``Backend`` of one expert-parallel group on the CPU.
+
+    Args:
+        group: the group; None for a group of one rank.
+        config: the ``tile_overlap`` block.
+
+    Attributes:
+        mover: "sm", "none" or "sequential" (consumers start after the last tile, no drain: what
+            the combine takes when nothing hides it). May be set between calls, on each rank alone.
+        last_stats: IterationStats of the last forward.
+        last_plan_sizes: (rows, valid_rows, bands, remote_bands, segments, chunks) of it.
+    """
+
+    name = "cpu"
+
+    def __init__(self, group: dist.ProcessGroup | None, config: TileOverlapConfig) -> None:
+        self.group = group
+        self.world = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.config = config
+        self.tile_m = _TILE_M if config.tile_m == "auto" else config.tile_m
+        self.mover: str = config.mover
+        self.last_stats: IterationStats | None = None
+        self.last_plan_sizes: tuple[int, ...] = (0,) * 6
+        self._op: Any = CPUTileMoEBuilder().load()
+        self._heap: SymmetricHeap | None = None
+        self._rank: Any = None
+        self._pid = os.getpid()
+        self._in_call = threading.Lock()
+
+    # -- heap -------------------------------------------------------------------------------
+
+    def ensure(self, shapes: Sequence[LayerShape], max_tokens: int) -> None:
+        """See ``Backend.ensure``."""
+        wanted = self._heap_shape(shapes, max_tokens)
+        if self._heap is not None:
+            wanted = wanted.union(self._heap.shape)
+        keep = self._heap is not None and self._heap.shape == wanted and not self.failure()
+        if all(gather(keep, self.group)):
+            return
+        self._heap = self._rank = None  # the old region goes before the new one comes
+        bounds = (wanted.world, wanted.max_experts, wanted.dispatch_bytes, wanted.recv_bytes)
+        self._heap = open_heap(wanted, self._op.block_bytes(*bounds), self.group)
+        self._rank = self._op.Rank(
+            region=self._heap.region,
+            rank=self.rank,
+            world=wanted.world,
+            max_experts=wanted.max_experts,
+            dispatch_bytes=wanted.dispatch_bytes,
+            recv_bytes=wanted.recv_bytes,
+            max_tokens=wanted.max_tokens,
+            wait_timeout_s=float(self.config.wait_timeout_s),
+            group_timeout_s=_group_timeout_s(self.group),
+            pids=self._heap.pids,
+        )
+
+    def _heap_shape(self, shapes: Sequence[LayerShape], max_tokens: int) -> HeapShape:
+        dispatch = recv = 0
+        for shape in shapes:
+            local_experts = shape.num_experts // self.world
+            size = shape.dtype.itemsize
+            rows_in = self.world * max_tokens * min(shape.topk, local_experts)
+            rows = self._op.plan_bounds(self._params(shape), rows_in)[0]
+            dispatch = max(dispatch, rows * shape.hidden * size)
+            recv = max(recv, max_tokens * shape.topk * shape.out * size)
+        experts = max(shape.num_experts for shape in shapes)
+        return HeapShape(self.world, experts, dispatch, recv, max_tokens)
+
+    def failure(self) -> str:
+        """The first cause that made the heap unusable, or ""."""
+        return self._rank.failure() if self._rank is not None else ""
+
+    def fail(self, cause: str) -> None:
+        """Mark the group failed, so that no peer waits for this rank."""
+        if self._rank is not None:
+            self._rank.fail(cause)
+
+    def close(self) -> None:
+        """See ``Backend.close``."""
+        self._heap = self._rank = None
+
+    # -- one layer --------------------------------------------------------------------------
+
+    def forward(
+        self,
+        shape: LayerShape,
+        experts: Sequence[Expert],
+        x: torch.Tensor,
+        routing: Routing | Exception,
+    ) -> torch.Tensor:
+        """See ``Backend.forward``."""
+        if self._rank is None:
+            raise TileMoEError(f"layer {shape.name}: the backend has no heap; call ensure() first")
+        if os.getpid() != self._pid:
+            raise TileMoEError(
+                f"layer {shape.name} runs in a forked process (pid {os.getpid()}, heap made by "
+                f"{self._pid}); start worker processes with the 'spawn' method"
+            )
+        if not self._in_call.acquire(blocking=False):
+            raise TileMoEError(
+                f"layer {shape.name}: another thread is inside a layer of the same group; the "
+                "layers of a group must run one after another"
+            )
+        try:
+            return self._forward(shape, experts, x, routing)
+        finally:
+            self._in_call.release()
+
+    def _forward(
+        self,
+        shape: LayerShape,
+        experts: Sequence[Expert],
+        x: torch.Tensor,
+        routing: Routing | Exception,
+    ) -> torch.Tensor:
+        rank, tokens = self._rank, x.shape[0]
+        problem = _local_problem(shape, x, routing)
+        if problem is None:
+            assert isinstance(routing, Routing)
+            ids = routing.expert_ids.to(torch.int32).contiguous()
+        else:
+            ids = torch.empty(0, shape.topk, dtype=torch.int32)
+        size = shape.dtype.itemsize
+        try:
+            rank.begin(
+                name=shape.name,
+                fingerprint=self._fingerprint(shape),
+                params=self._params(shape),
+                in_row_bytes=shape.hidden * size,
+                out_row_bytes=shape.out * size,
+                expert_ids=ids,
+                routing_error=None if problem is None else f"{type(problem).__name__}: {problem}",
+            )
+        except RankFailure as failure:
+            raise failure from problem
+        except DeadlineError as error:
+            raise self._in_layer(shape, error) from None
+        assert isinstance(routing, Routing)
+        try:
+            rank.dispatch(x.contiguous())
+            hidden = self._fronts(shape, experts, x)
+            out = torch.empty(hidden.shape[0], shape.out, dtype=shape.dtype)
+            rank.combine(
+                hidden=hidden,
+                out=out,
+                weights=[expert.down_weight.detach().contiguous() for expert in experts],
+                biases=[
+                    None if expert.down_bias is None else expert.down_bias.detach().contiguous()
+                    for expert in experts
+                ],
+                tile_n=self._tile_n(shape.out),
+                group_bands=1,  # one producer thread: a band is done before the next begins
+                num_consumers=self._num_consumers(),
+                mover=_MOVERS[self.mover],
+            )
+            y = torch.empty(tokens, shape.out, dtype=shape.dtype)
+            rank.scale(routing.weights.float().contiguous(), y)
+        except DeadlineError as error:
+            raise self._in_layer(shape, error) from None
+        except BaseException as error:
+            # Peers already wait for this rank's rows; they raise with this cause.
+            rank.fail(
+                f"rank {self.rank} of the group failed in layer {shape.name}: "
+                f"{type(error).__name__}: {error}"
+            )
+            raise
+        self.last_stats = IterationStats(*rank.stats())
+        self.last_plan_sizes = rank.plan_sizes()
+        return y
+
+    def _fronts(
+        self, shape: LayerShape, experts: Sequence[Expert], x: torch.Tensor
+    ) -> torch.Tensor:
+        """Everything before the down projection, expert by expert as their rows come in."""
+        rank = self._rank
+        first = rank.expert_rows()
+        rows = rank.dispatched(shape.hidden, x)
+        hidden = torch.empty(first[-1], shape.ffn, dtype=shape.dtype)
+        # Pad rows of the compact layout stand behind an expert's last row and stay out of front();
+        # those of the aligned layout stand between runs and go with it: nobody reads the result.
+        aligned = self.config.layout == "aligned"
+        for e, valid in enumerate(rank.expert_valid()):
+            rank.wait_expert(e)
+            if valid == 0:
+                continue
+            last = first[e + 1] if aligned else first[e] + valid
+            hidden[first[e] : last].copy_(experts[e].front(rows[first[e] : last]))
+        return hidden
+
+    def _params(self, shape: LayerShape) -> Any:
+        config, row_bytes = self.config, shape.out * shape.dtype.itemsize
+        waves = config.local_tail_waves
+        return self._op.PlanParams(
+            world=self.world,
+            rank=self.rank,
+            local_experts=shape.num_experts // self.world,
+            tile_m=self.tile_m,
+            layout=_LAYOUTS[config.layout],
+            bands_per_segment=1 if config.bands_per_segment == "auto" else config.bands_per_segment,
+            local_tail_bands=waves if isinstance(waves, int) else -1,  # one band is a wave here
+            chunk_rows=max(1, _CHUNK_BYTES // row_bytes),
+        )
+
+    def _tile_n(self, n: int) -> int:
+        if self.config.tile_n != "auto":
+            return self.config.tile_n
+        # At least two tiles a band where N allows it, and no more columns than stay in cache.
+        return max(1, min(256, math.ceil(n / 2 / 16) * 16 if n > 16 else n))
+
+    def _num_consumers(self) -> int:
+        config = self.config
+        wanted = 1 if config.num_consumer_ctas == "auto" else config.num_consumer_ctas
+        most = 8 if config.max_consumer_ctas == "auto" else config.max_consumer_ctas
+        return max(config.min_consumer_ctas, min(wanted, most))
+
+    def _fingerprint(self, shape: LayerShape) -> int:
+        text = f"{shape}{self.config.layout}{self.tile_m}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _in_layer(self, shape: LayerShape, error: DeadlineError) -> DeadlineError:
+        return DeadlineError(
+            f"layer {shape.name}: the expert-parallel group has failed: {error}. "
+            "ds_tilemoe.apply() on all ranks makes a new heap."
+        )
+
+    def set_random_delays(self, max_us: int, seed: int) -> None:
+        """Sleep up to ``max_us`` at the protocol's meeting points; 0 = off. For tests."""
+        self._rank.set_random_delays(max_us, seed)
+
+
+def _local_problem(
+    shape: LayerShape, x: torch.Tensor, routing: Routing | Exception
+) -> Exception | None:
+    """Why this rank cannot take part; told to all ranks, so that none waits for this one."""
+    if isinstance(routing, Exception):
+        return routing
+    if x.device.type != "cpu":
+        return ValueError(f"rows are on {x.device}, wanted cpu")
+    if x.dim() != 2 or x.shape[1] != shape.hidden:
+        return ValueError(f"rows have shape {list(x.shape)}, wanted [tokens, {shape.hidden}]")
+    if x.dtype != shape.dtype:
+        return TypeError(
+            f"rows are {x.dtype}, the experts' weights {shape.dtype}: cast one of them or run "
+            "under torch.autocast"
+        )
+    if tuple(routing.expert_ids.shape) != (x.shape[0], shape.topk):
+        return ValueError(
+            f"expert_ids has shape {list(routing.expert_ids.shape)}, wanted "
+            f"[{x.shape[0]}, {shape.topk}]"
+        )
+    return None
+
+
+def _group_timeout_s(group: dist.ProcessGroup | None) -> float:
+    """The process group's own timeout: before a peer's first word in a call, slow is not dead."""
+    if group is None:
+        return _DEFAULT_GROUP_TIMEOUT_S
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_GROUP_TIMEOUT_S

@@ -1,0 +1,184 @@
+"""The symmetric heap: one shared region a process group, one block a rank. The only allocator.
+
+The region never has a name that outlives its creation: rank 0 makes an unlinked file of mode 0600
+on /dev/shm and its peers open it through rank 0's file descriptor. So two jobs cannot collide,
+nobody can guess anything, and the kernel frees the memory when the last process ends, however it
+ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_tilemoe.errors import CapacityError
+
+SHM_DIR = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class HeapShape:
+    """What a heap must hold; equal on every rank.
+
+    Attributes:
+        world: ranks of the group.
+        max_experts: E of the layer with most experts.
+        dispatch_bytes: room on each rank for the rows that peers send to its experts.
+        recv_bytes: room on each rank for the rows that its peers send back.
+        max_tokens: tokens a rank that the two rooms were computed for.
+    """
+
+    world: int
+    max_experts: int
+    dispatch_bytes: int
+    recv_bytes: int
+    max_tokens: int
+
+    def holds(self, other: HeapShape) -> bool:
+        """Whether a heap of this shape is large enough for ``other``."""
+        return self.world == other.world and all(
+            getattr(self, name) >= getattr(other, name)
+            for name in ("max_experts", "dispatch_bytes", "recv_bytes", "max_tokens")
+        )
+
+    def union(self, other: HeapShape) -> HeapShape:
+        """The smallest shape that holds both."""
+        return HeapShape(
+            self.world,
+            max(self.max_experts, other.max_experts),
+            max(self.dispatch_bytes, other.dispatch_bytes),
+            max(self.recv_bytes, other.recv_bytes),
+            max(self.max_tokens, other.max_tokens),
+        )
+
+
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """``value`` of every rank of the group, in rank order; a group of None has one rank."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@dataclass
+class SymmetricHeap:
+    """A mapped region of ``world`` equal blocks, zeroed. Make one with :func:`open_heap`."""
+
+    shape: HeapShape
+    region: torch.Tensor = field(repr=False)  # uint8 [world * block bytes]; owns the mapping
+    pids: list[int]  # of the ranks' processes, 0 where this process cannot see one
+
+
+def open_heap(
+    shape: HeapShape, block_bytes: int, group: dist.ProcessGroup | None
+) -> SymmetricHeap:
+    """Map a new heap on every rank of ``group``. A collective of the group.
+
+    Raises:
+        CapacityError: /dev/shm is too small, on every rank.
+        OSError: the region cannot be shared, on every rank.
+    """
+    nbytes = shape.world * block_bytes
+    if shape.world == 1:
+        region = mmap.mmap(-1, nbytes)
+        return SymmetricHeap(shape, _as_tensor(region), [0])
+
+    rank = dist.get_rank(group)
+    with contextlib.ExitStack() as stack:
+        fd, offer, problem = -1, None, None
+        if rank == 0:
+            try:
+                fd = _unnamed_file(nbytes)
+                stack.callback(os.close, fd)
+                status = os.fstat(fd)
+                offer = (fd, status.st_dev, status.st_ino)
+            except OSError as error:
+                problem = error
+        seen = gather((os.getpid(), offer, _explain(problem, nbytes, shape)), group)
+        _raise_first([text for _, _, text in seen])
+        pids = [pid for pid, _, _ in seen]
+        try:
+            if rank != 0:
+                fd = _open_offered(pids[0], seen[0][1])
+                stack.callback(os.close, fd)
+            region = mmap.mmap(fd, nbytes)
+        except OSError as error:
+            problem = error
+        # Rank 0 keeps its descriptor open until all have mapped the file.
+        _raise_first(gather(_explain(problem, nbytes, shape), group))
+    return SymmetricHeap(shape, _as_tensor(region), [pid if _visible(pid) else 0 for pid in pids])
+
+
+def _unnamed_file(nbytes: int) -> int:
+    try:
+        fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:  # a file system without O_TMPFILE
+        path = f"{SHM_DIR}/ds_tilemoe.{secrets.token_hex(16)}"
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.unlink(path)
+    try:
+        # Reserved before it is mapped: a full /dev/shm is an error here, not a SIGBUS later.
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_offered(pid: int, offer: tuple[int, int, int]) -> int:
+    remote_fd, device, inode = offer
+    fd = os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != (device, inode):
+        os.close(fd)
+        raise OSError(
+            f"process {pid} of this host is not rank 0 of the group: the ranks of a group must "
+            "share one host and one pid namespace"
+        )
+    return fd
+
+
+def _explain(error: OSError | None, nbytes: int, shape: HeapShape) -> tuple[type, str] | None:
+    if error is None:
+        return None
+    try:
+        stat = os.statvfs(SHM_DIR)
+        free = stat.f_bavail * stat.f_frsize
+    except OSError:
+        free = 0
+    if free < nbytes:
+        return CapacityError, (
+            f"the symmetric heap does not fit {SHM_DIR}: needed {nbytes} bytes for {shape.world} "
+            f"ranks at {shape.max_tokens} tokens a rank, available {free}; enlarge it (docker: "
+            "--shm-size) or set a smaller max_tokens_per_rank"
+        )
+    return OSError, f"the symmetric heap cannot be shared: {error}"
+
+
+def _raise_first(problems: list[tuple[type, str] | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            kind, text = problem
+            raise kind(f"rank {rank} of the group: {text}")
+
+
+def _as_tensor(region: mmap.mmap) -> torch.Tensor:
+    return torch.frombuffer(region, dtype=torch.uint8)
+
+
+def _visible(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
