@@ -18,9 +18,12 @@ namespace cpu = tilemoe::cpu;
 
 cpu::DType dtype_of(const at::Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return cpu::DType::f32;
-    case at::kBFloat16: return cpu::DType::bf16;
-    case at::kHalf: return cpu::DType::f16;
+    case at::kFloat:
+      return cpu::DType::f32;
+    case at::kBFloat16:
+      return cpu::DType::bf16;
+    case at::kHalf:
+      return cpu::DType::f16;
     default:
       throw py::value_error(std::string(name) + " has dtype " +
                             c10::toString(tensor.scalar_type()) +
@@ -120,8 +123,9 @@ class PyRank {
 
   // Rows of the layout as peers send them, [plan rows, width]; valid until the next begin().
   at::Tensor dispatched(std::int64_t width, const at::Tensor& like) {
-    return at::from_blob(rank_.dispatch_buffer(), {rank_.plan().sizes.rows, width},
-                         [region = region_](void*) {}, like.options());
+    return at::from_blob(
+        rank_.dispatch_buffer(), {rank_.plan().sizes.rows, width}, [region = region_](void*) {},
+        like.options());
   }
 
   void combine(const at::Tensor& hidden, const at::Tensor& out,

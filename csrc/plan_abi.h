@@ -21,10 +21,10 @@ enum class Layout : int32_t { compact = 0, aligned = 1 };
 // Everything a plan depends on besides the counts. All ranks of a group agree on every field but
 // rank, bands_per_segment, local_tail_bands and chunk_rows, which only shape a rank's own sending.
 struct PlanParams {
-  int32_t world;              // W, ranks of the expert-parallel group
-  int32_t rank;               // this rank inside the group
-  int32_t local_experts;      // E_local; global expert = rank * E_local + local
-  int32_t tile_m;             // rows of a band
+  int32_t world;          // W, ranks of the expert-parallel group
+  int32_t rank;           // this rank inside the group
+  int32_t local_experts;  // E_local; global expert = rank * E_local + local
+  int32_t tile_m;         // rows of a band
   Layout layout;
   int32_t bands_per_segment;  // most bands of a middle segment (the paper's mgb), >= 1
   int32_t local_tail_bands;   // local bands that go last; -1 = all of them (the paper's rule)
@@ -34,10 +34,10 @@ static_assert(sizeof(PlanParams) == 32);
 
 // Lengths of the arrays of one plan.
 struct PlanSizes {
-  int64_t rows;           // rows of the layout, padding included: a multiple of tile_m
-  int64_t valid_rows;     // rows that carry a token
-  int32_t bands;          // B
-  int32_t remote_bands;   // bands with at least one remote row
+  int64_t rows;          // rows of the layout, padding included: a multiple of tile_m
+  int64_t valid_rows;    // rows that carry a token
+  int32_t bands;         // B
+  int32_t remote_bands;  // bands with at least one remote row
   int32_t segments;
   int32_t chunks;
 };
@@ -85,14 +85,14 @@ struct PlanView {
 
 // Nanoseconds of this rank's own clock since its producer started, and counts, of one iteration.
 struct IterationStats {
-  int64_t first_segment_ready;     // 0 if the rank has no segment
-  int64_t producer_end;            // last GEMM 2 tile flagged, before any drain work
-  int64_t last_put;                // last row shipped, by consumer or drain; 0 if none
-  int64_t last_arrival;            // scale has seen all rows owed to this rank
+  int64_t first_segment_ready;  // 0 if the rank has no segment
+  int64_t producer_end;         // last GEMM 2 tile flagged, before any drain work
+  int64_t last_put;             // last row shipped, by consumer or drain; 0 if none
+  int64_t last_arrival;         // scale has seen all rows owed to this rank
   int64_t segments;
-  int64_t backlog_at_producer_end; // chunks ready and not yet shipped at producer_end
-  int64_t chunks_drained;          // chunks shipped by the producer's drain role
-  int64_t idle_spins;              // polls of a flag that was not yet up
+  int64_t backlog_at_producer_end;  // chunks ready and not yet shipped at producer_end
+  int64_t chunks_drained;           // chunks shipped by the producer's drain role
+  int64_t idle_spins;               // polls of a flag that was not yet up
   int64_t epoch;
 };
 static_assert(sizeof(IterationStats) == 72);

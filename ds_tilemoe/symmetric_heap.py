@@ -77,9 +77,7 @@ class SymmetricHeap:
     pids: list[int]  # of the ranks' processes, 0 where this process cannot see one
 
 
-def open_heap(
-    shape: HeapShape, block_bytes: int, group: dist.ProcessGroup | None
-) -> SymmetricHeap:
+def open_heap(shape: HeapShape, block_bytes: int, group: dist.ProcessGroup | None) -> SymmetricHeap:
     """Map a new heap on every rank of ``group``. A collective of the group.
 
     Raises:

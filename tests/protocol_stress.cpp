@@ -26,8 +26,8 @@ constexpr int kLocalExperts = 2, kMaxTokens = 24, kMaxTopk = 3;
 struct Iteration {
   int topk, width, tile_m, tile_n, bands_per_segment, local_tail_bands, chunk_rows, group_bands;
   Layout layout;
-  std::vector<int> tokens;                          // of each rank
-  std::vector<std::vector<std::int32_t>> experts;   // of each rank, [tokens, topk]
+  std::vector<int> tokens;                         // of each rank
+  std::vector<std::vector<std::int32_t>> experts;  // of each rank, [tokens, topk]
 };
 
 Iteration draw(std::uint64_t seed, int iteration, int world) {
@@ -114,7 +114,11 @@ void run_rank(int rank, int world, int iterations, std::uint64_t seed, RankConfi
       // Nobody writes here before it has this rank's next count row.
       std::fill_n(reinterpret_cast<float*>(self.dispatch_buffer()), 64 * n, nan);
       std::fill_n(reinterpret_cast<float*>(self.recv_buffer()), kMaxTokens * n, nan);
-      Layer layer{"stress", static_cast<Word>(i + 1), it.topk, row_bytes, row_bytes,
+      Layer layer{"stress",
+                  static_cast<Word>(i + 1),
+                  it.topk,
+                  row_bytes,
+                  row_bytes,
                   {world, rank, kLocalExperts, it.tile_m, it.layout, it.bands_per_segment,
                    it.local_tail_bands, it.chunk_rows}};
       self.begin(layer, it.experts[rank].data(), tokens, nullptr);

@@ -128,7 +128,7 @@ def both_layouts_ship_first_middle_and_last_segments(ctx):
             stats = backend.last_stats
             assert stats.segments >= 3
             assert 0 < stats.first_segment_ready <= stats.producer_end
-            assert 0 < stats.last_put
+            assert stats.last_put > 0
             assert stats.last_arrival >= stats.producer_end
             assert stats.epoch == 1
             backend.close()

@@ -24,11 +24,11 @@ enum class Status : std::int32_t { ok = 0, failed = 1 };
 
 // One source rank's row of C and what else its peers must know before any row travels.
 struct CountRow {
-  Word ready;           // the epoch; waited for by equality, so a stale half never passes
-  Word layer;           // fingerprint of the layer: ranks must run the same one
+  Word ready;  // the epoch; waited for by equality, so a stale half never passes
+  Word layer;  // fingerprint of the layer: ranks must run the same one
   std::int64_t tokens;
   Status status;
-  char message[1024];   // why, if failed; always terminated
+  char message[1024];  // why, if failed; always terminated
 };
 
 struct Failure {

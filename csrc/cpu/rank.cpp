@@ -203,8 +203,7 @@ void Rank::await_counts() {
     if (tokens > config_.max_tokens) {
       throw Error(ErrorKind::capacity,
                   rank_name(s) + " has too many tokens in layer " + layer_.name + ": needed " +
-                      std::to_string(tokens) + ", available " +
-                      std::to_string(config_.max_tokens) +
+                      std::to_string(tokens) + ", available " + std::to_string(config_.max_tokens) +
                       "; set max_tokens_per_rank to the longest call and apply() again");
     }
   }
@@ -317,14 +316,14 @@ Rank::Consumed Rank::consume(const CombineArgs& args, Role role, std::uint64_t s
     const Segment& segment = plan_.segments[chunk.segment];
     for (int band = segment.band_begin; band < segment.band_begin + segment.band_count; ++band) {
       const Word& word = band_ready_[half][band];
-      done.spins += wait(
-          [&] { return flag_load(word) >= n_tiles; },
-          [&] {
-            return "in layer " + std::string(layer_.name) + " for band " + std::to_string(band) +
-                   " of its own producer (seen " + std::to_string(flag_load(word)) + ", wanted " +
-                   std::to_string(n_tiles) + ")";
-          },
-          config_.wait_timeout_ns, config_.rank, role);
+      done.spins += wait([&] { return flag_load(word) >= n_tiles; },
+                         [&] {
+                           return "in layer " + std::string(layer_.name) + " for band " +
+                                  std::to_string(band) + " of its own producer (seen " +
+                                  std::to_string(flag_load(word)) + ", wanted " +
+                                  std::to_string(n_tiles) + ")";
+                         },
+                         config_.wait_timeout_ns, config_.rank, role);
     }
     shipped[segment.owner] += chunk.rows;
     if constexpr (kFault == Fault::arrival_before_copy) signal();
@@ -431,9 +430,12 @@ void Rank::scale(const float* weights, std::byte* y, DType dtype) {
   // A rank whose own rows all came must not go on alone when its peers have given up.
   if (flag_load(own().failure().code) != 0) throw_failed();
   switch (dtype) {
-    case DType::f32: return scale_rows(weights, reinterpret_cast<float*>(y));
-    case DType::bf16: return scale_rows(weights, reinterpret_cast<BFloat16*>(y));
-    case DType::f16: return scale_rows(weights, reinterpret_cast<Float16*>(y));
+    case DType::f32:
+      return scale_rows(weights, reinterpret_cast<float*>(y));
+    case DType::bf16:
+      return scale_rows(weights, reinterpret_cast<BFloat16*>(y));
+    case DType::f16:
+      return scale_rows(weights, reinterpret_cast<Float16*>(y));
   }
 }
 

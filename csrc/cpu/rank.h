@@ -1,8 +1,8 @@
 // One rank of the CPU twin: the tile protocol of one expert-parallel group, call by call.
 //
-// A layer's forward is begin -> dispatch -> wait_expert (each) -> combine -> scale, in this order on
-// one thread. Consumers run beside combine on threads of their own. No shortcut: rows travel only
-// through the heap, readiness only through flags.
+// A layer's forward is begin -> dispatch -> wait_expert (each) -> combine -> scale, in this order
+// on one thread. Consumers run beside combine on threads of their own. No shortcut: rows travel
+// only through the heap, readiness only through flags.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct RankConfig {
 
 struct Layer {
   const char* name;
-  Word fingerprint;   // equal on all ranks that run the same layer
+  Word fingerprint;  // equal on all ranks that run the same layer
   std::int32_t topk;
   std::int64_t in_row_bytes;   // of the rows that are dispatched
   std::int64_t out_row_bytes;  // of the rows that come back
@@ -43,7 +43,7 @@ struct GemmTile {
   const std::byte* b;
   const std::byte* bias;  // null = none
   std::byte* c;
-  std::int64_t ldc;       // elements between rows of c
+  std::int64_t ldc;  // elements between rows of c
   std::int32_t m, n, k;
 };
 
