@@ -1,0 +1,262 @@
+"""Where the ``tile_overlap`` block of a DeepSpeed configuration is read. No torch, no deepspeed.
+
+DeepSpeed accepts unknown top-level keys of a ds_config in silence, so every misspelling has to be
+caught here: of a field, of the block's own name, and of the place where the block stands.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import functools
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from ds_tilemoe.config_block import BLOCK, AdaptiveConfig, TileOverlapConfig, shorten, show
+from ds_tilemoe.errors import ConfigError
+
+__all__ = ["BLOCK", "AdaptiveConfig", "TileOverlapConfig", "load_config", "split_config"]
+
+logger = logging.getLogger("ds_tilemoe")
+
+# Top-level keys that tell a whole ds_config from the block alone (deepspeed/runtime/constants.py,
+# inference/config.py). DeepSpeed demands one of the first two for initialize().
+DS_CONFIG_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "optimizer",
+        "scheduler",
+        "fp16",
+        "bf16",
+        "zero_optimization",
+        "gradient_clipping",
+        "activation_checkpointing",
+        "flops_profiler",
+        "comms_logger",
+        "expert_parallel",
+        "torch_autocast",
+        "prescale_gradients",
+        "dump_state",
+        "aio",
+        "tensorboard",
+        "csv_monitor",
+        "wandb",
+        "data_types",
+        "checkpoint",
+        "compile",
+        "dtype",
+        "tensor_parallel",
+        "replace_with_kernel_inject",
+        "moe",
+    }
+)
+
+
+def load_config(source: object = None) -> TileOverlapConfig:
+    """Reads and checks the block.
+
+    Args:
+        source: a TileOverlapConfig (returned as it is); the block or a whole ds_config as a
+            mapping; the path of a JSON or HJSON file of either, or its base64 text, as DeepSpeed
+            takes them; a DeepSpeed engine (the ds_config it was made with); None for all defaults.
+
+    Returns:
+        The checked block; all defaults, logged once a process on rank 0, where there is none.
+
+    Raises:
+        ConfigError: see TileOverlapConfig; also a missing or unreadable file, a misspelt block
+            name, a block inside another block.
+    """
+    if isinstance(source, TileOverlapConfig):
+        return source
+    if source is None:
+        return _defaults("no configuration was given")
+    if isinstance(source, str | Path):
+        return _from_mapping(_read(source))
+    if isinstance(source, Mapping):
+        return _from_mapping(source)
+    if hasattr(source, "module") and (hasattr(source, "_config") or hasattr(source, "config")):
+        return _from_engine(source)
+    raise ConfigError(
+        f"{BLOCK}: got a {type(source).__name__}; wanted a mapping, the path of a JSON file, a "
+        f'DeepSpeed engine or None; fix: pass the block itself, e.g. {{"num_consumer_ctas": 2}}'
+    )
+
+
+def split_config(
+    ds_config: Mapping[str, Any] | str | Path,
+) -> tuple[dict[str, Any], TileOverlapConfig]:
+    """Parts a ds_config into what DeepSpeed may see and our block.
+
+    ``deepspeed.init_inference`` refuses every key that it does not know, this block included; give
+    it the first and ``ds_tilemoe.apply`` the second. ``deepspeed.initialize`` takes the whole.
+
+    Returns:
+        A shallow copy of ``ds_config`` without the block, and the checked block.
+
+    Raises:
+        ConfigError: as load_config.
+    """
+    whole = ds_config if isinstance(ds_config, Mapping) else _read(ds_config)
+    _refuse_misplaced(whole)
+    block = _defaults(f'the ds_config has no "{BLOCK}" block') if BLOCK not in whole else None
+    rest = {key: value for key, value in whole.items() if key != BLOCK}
+    return rest, block or _check_block(whole[BLOCK])
+
+
+def _from_engine(engine: Any) -> TileOverlapConfig:
+    # initialize() keeps what it parsed in _config._param_dict; engine.config is what it was passed,
+    # maybe a path. An engine of init_inference holds the model's own config there, or nothing.
+    whole = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    if whole is None:
+        whole = getattr(engine, "config", None)
+    if isinstance(whole, str | Path):
+        whole = _read(whole)
+    if not isinstance(whole, Mapping):
+        return _defaults(f"the engine ({type(engine).__name__}) carries no ds_config")
+    return split_config(whole)[1]
+
+
+def _from_mapping(mapping: Mapping[str, Any]) -> TileOverlapConfig:
+    whole = BLOCK in mapping or not DS_CONFIG_KEYS.isdisjoint(mapping)
+    if whole:
+        return split_config(mapping)[1]
+    _refuse_misplaced(mapping)
+    return _check_block(mapping)
+
+
+def _check_block(block: object) -> TileOverlapConfig:
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f"{BLOCK}: got {show(block)}; wanted a block of settings; "
+            f'fix: write "{BLOCK}": {{}} for all defaults'
+        )
+    if odd := [key for key in block if not isinstance(key, str)]:
+        raise ConfigError(
+            f"{BLOCK}: got the key {show(odd[0])}; wanted names of fields; fix: quote it"
+        )
+    return TileOverlapConfig(**block)
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    # WARNING, so that it is seen where nobody has set up logging: a block that was written and is
+    # not read costs its author hours.
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(message)
+
+
+def _defaults(why: str) -> TileOverlapConfig:
+    _log_once(f"{BLOCK}: {why}; all settings have their defaults")
+    return TileOverlapConfig()
+
+
+def _read(source: str | Path) -> Mapping[str, Any]:
+    path = Path(source)
+    try:
+        found = path.exists()
+    except OSError:  # base64 text can be longer than a file name may be
+        found = False
+    if found:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"ds_config {str(source)!r} cannot be read: {error}; wanted a JSON or HJSON file; "
+                "fix: name such a file"
+            ) from None
+    else:
+        text = _base64_text(source)
+    try:
+        parsed = hjson.loads(text, object_pairs_hook=_no_duplicates)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(
+            f"ds_config {shorten(str(source))!r} is not JSON or HJSON: {error}; fix: mend that line"
+        ) from None
+    if not isinstance(parsed, Mapping):
+        raise ConfigError(
+            f"ds_config {shorten(str(source))!r}: got {show(parsed)}; wanted an object {{...}}; "
+            "fix: wrap the settings in braces"
+        )
+    return parsed
+
+
+def _base64_text(source: str | Path) -> str:
+    missing = ConfigError(
+        f"ds_config {shorten(str(source))!r}: no such file in {os.getcwd()!r}; wanted the path "
+        "of a JSON or HJSON file, or its text in base64; fix: check the path"
+    )
+    if not isinstance(source, str):
+        raise missing
+    try:
+        # As DeepSpeed reads it, but strict: by default letters outside the alphabet are dropped, so
+        # that many a misspelt path would decode.
+        raw = base64.b64decode(source.strip(), altchars=b"-_", validate=True)
+        text = raw.decode("utf-8")
+    except (binascii.Error, ValueError):
+        raise missing from None
+    if not text.lstrip().startswith("{"):
+        raise missing
+    return text
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(
+            f"{twice}: got the key twice in one block; wanted it once; fix: remove one"
+        )
+    return result
+
+
+def _is_block_name(key: object) -> bool:
+    plain = re.sub(r"[^a-z]", "", str(key).lower())
+    return difflib.SequenceMatcher(None, plain, "tileoverlap").ratio() > 0.8
+
+
+def _refuse_misplaced(whole: Mapping[str, Any]) -> None:
+    """Raises on what looks like our block, or one of its fields, anywhere but at the top."""
+    for key, value in whole.items():
+        if key == BLOCK:
+            continue
+        if _is_block_name(key):
+            raise ConfigError(
+                f'{key}: got a block of this name; wanted "{BLOCK}"; fix: rename it to "{BLOCK}"'
+            )
+        for where in _blocks_inside(value, str(key)):
+            raise ConfigError(
+                f'{where}: got the block inside "{where.rsplit(".", 1)[0]}"; wanted "{BLOCK}" '
+                "at the top level of the ds_config; fix: move it there"
+            )
+    if BLOCK in whole or not DS_CONFIG_KEYS.isdisjoint(whole):
+        # Names with an underscore are ours alone; "layers" or "stats" may be someone else's key.
+        for key in (name for name in TileOverlapConfig.model_fields if "_" in name):
+            if key in whole:
+                raise ConfigError(
+                    f'{key}: got it at the top level of the ds_config; wanted it inside "{BLOCK}"; '
+                    f'fix: write "{BLOCK}": {{"{key}": ...}}'
+                )
+
+
+def _blocks_inside(value: object, where: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if _is_block_name(key):
+                yield f"{where}.{key}"
+            yield from _blocks_inside(inner, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            yield from _blocks_inside(inner, f"{where}[{position}]")

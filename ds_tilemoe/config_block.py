@@ -1,0 +1,198 @@
+"""The fields of the ``tile_overlap`` block: types, bounds, values not built yet, and the words of
+every refusal. Pure Python: no torch, no deepspeed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds_tilemoe.errors import ConfigError
+
+BLOCK = "tile_overlap"
+MAX_CPU_CONSUMERS = 8  # consumer threads of a rank on the CPU backend
+MAX_CPU_TILE = 4096  # rows or columns of a tile on the CPU backend
+
+# Fields with values that nothing honours yet: field -> (values accepted, why no other).
+NOT_BUILT: dict[str, tuple[tuple[object, ...], str]] = {
+    "backend": (("auto", "cpu"), "the CUDA backend is not built yet"),
+    "num_dispatch_ctas": (("auto",), "dispatch CTAs belong to the CUDA backend, not built yet"),
+    "mover": (("auto", "sm", "none"), "the copy-engine mover is not built yet"),
+    "dispatch": (("auto",), "there is one dispatch path so far"),
+    "router": (("auto", "deepspeed"), "the fused router is not built yet"),
+    "transport": (("auto",), "there is one transport so far"),
+    "adaptive": (
+        ({"enabled": True, "interval": 1, "hysteresis": 0.02, "cache_dir": None},),
+        "the adaptive controller is not built yet",
+    ),
+}
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+CpuTile = Annotated[int, Field(ge=1, le=MAX_CPU_TILE)]
+CpuConsumers = Annotated[int, Field(ge=1, le=MAX_CPU_CONSUMERS)]
+
+
+class AdaptiveConfig(BaseModel):
+    """The ``adaptive`` part of the block: how the controller moves the split.
+
+    The ``description`` of a field, here and below, is the values wanted, as errors print them.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    enabled: bool = Field(True, description="true or false")
+    interval: Count = Field(1, description="an integer of at least 1")
+    hysteresis: float = Field(0.02, ge=0, lt=1, description="a number from 0 to below 1")
+    cache_dir: str | None = Field(None, description="a directory name or null")
+
+
+class TileOverlapConfig(BaseModel):
+    """The whole block. ``"auto"`` is chosen by the backend; anything explicit is met or refused.
+
+    Raises:
+        ConfigError: a field is unknown, of the wrong type, out of range or not built yet. The
+            message lists every fault: key, value got, values wanted, fix.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    enabled: bool = Field(True, description="true or false")
+    backend: Literal["auto", "cuda", "cpu"] = Field("auto", description='"auto" or "cpu"')
+    layout: Literal["auto", "compact", "aligned"] = Field(
+        "auto", description='"auto", "compact" or "aligned"'
+    )
+    tile_m: Literal["auto"] | CpuTile = Field(
+        "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_TILE}'
+    )
+    tile_n: Literal["auto"] | CpuTile = Field(
+        "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_TILE}'
+    )
+    num_consumer_ctas: Literal["auto"] | CpuConsumers = Field(
+        "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_CONSUMERS}'
+    )
+    min_consumer_ctas: CpuConsumers = Field(
+        1, description=f"an integer from 1 to {MAX_CPU_CONSUMERS}"
+    )
+    max_consumer_ctas: Literal["auto"] | CpuConsumers = Field(
+        "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_CONSUMERS}'
+    )
+    num_dispatch_ctas: Literal["auto"] | Count = Field("auto", description='"auto"')
+    bands_per_segment: Literal["auto"] | Count = Field(
+        "auto", description='"auto" or an integer of at least 1'
+    )
+    local_tail_waves: Literal["auto", "all"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        "auto", description='"auto", "all" or an integer of at least 0'
+    )
+    mover: Literal["auto", "sm", "copy_engine", "none"] = Field(
+        "auto", description='"auto", "sm" or "none"'
+    )
+    dispatch: Literal["auto", "fused", "nccl"] = Field("auto", description='"auto"')
+    router: Literal["auto", "deepspeed", "fused"] = Field(
+        "auto", description='"auto" or "deepspeed"'
+    )
+    transport: Literal["auto", "mapped", "nvshmem"] = Field("auto", description='"auto"')
+    max_tokens_per_rank: Literal["auto"] | Count = Field(
+        "auto", description='"auto" or an integer of at least 1'
+    )
+    adaptive: AdaptiveConfig = Field(AdaptiveConfig(), description="its default values")
+    layers: str = Field(".*", description="a regular expression of layer names")
+    strict: bool = Field(False, description="true or false")
+    wait_timeout_s: float = Field(
+        60.0, gt=0, lt=math.inf, description="a number of seconds above 0"
+    )
+    stats: bool = Field(False, description="true or false")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+        if faults := list(_faults_across(self)):
+            raise ConfigError("\n".join(faults))
+
+
+def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
+    """Faults that a type cannot state: values not built yet, bounds of one field by another."""
+    for name, (accepted, reason) in NOT_BUILT.items():
+        value = getattr(config, name)
+        value = value.model_dump() if isinstance(value, BaseModel) else value
+        if value not in accepted:
+            yield _fault(name, value, f"leave {name} out ({reason})")
+    try:
+        re.compile(config.layers)
+    except re.error as error:
+        yield _fault("layers", config.layers, f"mend the expression ({error})")
+    low, high = config.min_consumer_ctas, config.max_consumer_ctas
+    if high != "auto" and low > high:
+        yield (
+            f"{BLOCK}.min_consumer_ctas: got {low}; wanted at most max_consumer_ctas, "
+            f"which is {high}; fix: lower it or raise the other"
+        )
+    chosen = config.num_consumer_ctas
+    most = MAX_CPU_CONSUMERS if high == "auto" else high
+    if chosen != "auto" and low <= most and not low <= chosen <= most:
+        yield (
+            f"{BLOCK}.num_consumer_ctas: got {chosen}; wanted it from min_consumer_ctas ({low}) to "
+            f"max_consumer_ctas ({most}); fix: change it or the bound"
+        )
+
+
+def _explain(error: ValidationError) -> str:
+    """All faults of one validation, a line each; a union's several errors for one field are one."""
+    lines: dict[str, str] = {}
+    for entry in error.errors():
+        parts = [str(part) for part in entry["loc"]]
+        nested = parts[0] == "adaptive" and len(parts) > 1
+        name = ".".join(parts[:2]) if nested else parts[0]
+        if entry["type"] == "extra_forbidden":
+            valid = (AdaptiveConfig if nested else TileOverlapConfig).model_fields
+            near = difflib.get_close_matches(parts[nested], valid, 1, cutoff=0.0)[0]
+            lines[name] = (
+                f"{BLOCK}.{name}: got an unknown key; the nearest valid one is {near!r}; "
+                "fix: rename or remove it"
+            )
+        elif name not in lines:
+            lines[name] = _fault(name, entry["input"])
+    return "\n".join(lines.values())
+
+
+def _fault(name: str, value: object, fix: str = "") -> str:
+    if name.startswith("adaptive."):
+        field = AdaptiveConfig.model_fields[name.removeprefix("adaptive.")]
+    else:
+        field = TileOverlapConfig.model_fields[name]
+    wanted = field.description or ""
+    fix = fix or _fix(value, wanted) or f"leave it out for the default, {show(field.default)}"
+    return f"{BLOCK}.{name}: got {show(value)}; wanted {wanted}; fix: {fix}"
+
+
+def _fix(value: object, wanted: str) -> str:
+    if isinstance(value, str):
+        words = re.findall(r'"([a-z_]+)"', wanted)
+        if near := difflib.get_close_matches(value.strip().lower(), words, 1):
+            return f'write "{near[0]}"'
+        if re.fullmatch(r"\s*(-?[\d.]+|true|false|null)\s*", value):
+            return f"write {value.strip()} without quotes, if that is in range"
+    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
+        return f"write {int(value)}"
+    return ""
+
+
+def show(value: object) -> str:
+    """The value as JSON writes it, so that text and number look different."""
+    return shorten(json.dumps(value, default=_plain))
+
+
+def _plain(value: object) -> object:
+    return value.model_dump() if isinstance(value, BaseModel) else str(value)
+
+
+def shorten(text: str) -> str:
+    """The text, cut to a length that fits a message."""
+    return text if len(text) <= 120 else text[:117] + "..."

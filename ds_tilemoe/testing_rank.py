@@ -1,0 +1,105 @@
+"""One rank of ``ds_tilemoe.testing.run_ranks``: runs the cases and writes a JSON line for each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import importlib
+import json
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_tilemoe.testing import (
+    CASE_LIMIT_S,
+    Case,
+    CaseResult,
+    RankContext,
+    cases_in,
+    init_cpu_group,
+    init_deepspeed,
+)
+
+
+def _cases_of_target(target: str) -> list[Case]:
+    if target.endswith(".py"):
+        return cases_in(Path(target))
+    module, _, function = target.partition(":")
+    return [Case(function, getattr(importlib.import_module(module), function))]
+
+
+def _run_cases(cases: Sequence[Case], folder: Path) -> int:
+    init_cpu_group()
+    if "deepspeed" in sys.modules:
+        init_deepspeed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Ranks meet between cases in a store of their own: no failed collective can break it.
+    store = dist.FileStore(str(folder / "store"), world)
+    context = RankContext(rank, world, folder / "shared")
+    with open(folder / f"{rank}.jsonl", "w", buffering=1) as log:
+        for number, entry in enumerate(cases):
+            result = _run_case(entry, context)
+            log.write(json.dumps(dataclasses.asdict(result)) + "\n")
+            if not _still_together(store, number, rank, world, result.ok):
+                print(f"rank {rank}: the ranks are out of step after {entry.name}; rest not run")
+                return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def _run_case(entry: Case, context: RankContext) -> CaseResult:
+    began = time.perf_counter()
+    error, value = "", None
+    try:
+        value = entry.run(context)
+        json.dumps(value)
+    except Exception:
+        error = traceback.format_exc()
+    return CaseResult(entry.name, not error, error, time.perf_counter() - began, value)
+
+
+def _still_together(store: Any, number: int, rank: int, world: int, ok: bool) -> bool:
+    """Waits for all ranks after a case; after a failure, whether the process group still works."""
+
+    def meet(what: str, mine: bool) -> bool:
+        store.set(f"{number}/{what}/{rank}", "ok" if mine else "bad")
+        keys = [f"{number}/{what}/{peer}" for peer in range(world)]
+        store.wait(keys, datetime.timedelta(seconds=CASE_LIMIT_S))
+        return all(store.get(key) == b"ok" for key in keys)
+
+    try:
+        if meet("case", ok):
+            return True
+        # Ranks that left a collective at different places would be out of step from here on.
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        with contextlib.suppress(RuntimeError):
+            return meet("group", bool(work.wait(datetime.timedelta(seconds=10))))
+        return meet("group", False)
+    except RuntimeError as error:
+        print(f"rank {rank}: a peer has not come out of case {number}: {error}")
+        return False
+
+
+def main() -> None:
+    """``python -m ds_tilemoe.testing_rank TARGET FOLDER [ARGS]``."""
+    target, folder, *args = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if cases := _cases_of_target(target):
+        sys.exit(_run_cases(cases, Path(folder)))
+    sys.argv = [target, *args]
+    runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

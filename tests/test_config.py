@@ -1,0 +1,335 @@
+"""The tile_overlap block: what is accepted, and that everything else is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_tilemoe import config as config_module
+from ds_tilemoe.config import DS_CONFIG_KEYS, TileOverlapConfig, load_config, split_config
+from ds_tilemoe.config_block import NOT_BUILT
+from ds_tilemoe.errors import ConfigError
+
+DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
+BATCH = {"train_micro_batch_size_per_gpu": 1}
+
+INTEGER_KEYS = {
+    "tile_m": "auto",
+    "tile_n": "auto",
+    "num_consumer_ctas": "auto",
+    "min_consumer_ctas": 1,
+    "max_consumer_ctas": "auto",
+    "num_dispatch_ctas": "auto",
+    "bands_per_segment": "auto",
+    "local_tail_waves": "auto",
+    "max_tokens_per_rank": "auto",
+}
+DEFAULTS = {
+    "enabled": True,
+    "backend": "auto",
+    "layout": "auto",
+    **INTEGER_KEYS,
+    "mover": "auto",
+    "dispatch": "auto",
+    "router": "auto",
+    "transport": "auto",
+    "adaptive": {"enabled": True, "interval": 1, "hysteresis": 0.02, "cache_dir": None},
+    "layers": ".*",
+    "strict": False,
+    "wait_timeout_s": 60.0,
+    "stats": False,
+}
+
+
+def refusal(source: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _log_again() -> None:
+    config_module._log_once.cache_clear()
+
+
+def test_option_list_is_frozen() -> None:
+    """A new field or default has to be written here, in README and in CHANGELOG too."""
+    assert TileOverlapConfig().model_dump() == DEFAULTS
+
+
+def test_every_default_passes_when_written_out() -> None:
+    assert load_config(DEFAULTS) == TileOverlapConfig()
+    assert load_config({"tile_overlap": DEFAULTS, **BATCH}) == TileOverlapConfig()
+
+
+@pytest.mark.parametrize("key", INTEGER_KEYS)
+@pytest.mark.parametrize("value", ["8", -1, 0, 1.5, None, "auto", True, 2**40])
+def test_integer_keys_take_integers_only(key: str, value: object) -> None:
+    allowed = (value == "auto" and INTEGER_KEYS[key] == "auto") or (
+        key == "local_tail_waves" and value == 0 and value is not False
+    )
+    for source in ({key: value}, {"tile_overlap": {key: value}, **BATCH}):
+        if allowed:
+            assert getattr(load_config(source), key) == value
+        else:
+            message = refusal(source)
+            assert f"tile_overlap.{key}: got {json.dumps(value)}; wanted " in message
+            assert "fix: " in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enabled", 1),
+        ("enabled", "true"),
+        ("strict", None),
+        ("stats", 0),
+        ("layout", "padded"),
+        ("layout", True),
+        ("mover", "SM"),
+        ("layers", "("),
+        ("layers", 3),
+        ("layers", None),
+        ("wait_timeout_s", 0),
+        ("wait_timeout_s", -1.0),
+        ("wait_timeout_s", True),
+        ("wait_timeout_s", "60"),
+        ("wait_timeout_s", float("inf")),
+        ("wait_timeout_s", float("nan")),
+        ("adaptive", 3),
+        ("adaptive", None),
+        ("num_consumer_ctas", 9),
+        ("tile_m", 4097),
+    ],
+)
+def test_other_keys_are_strict(key: str, value: object) -> None:
+    message = refusal({key: value})
+    assert message.startswith(f"tile_overlap.{key}: got ")
+    assert "; wanted " in message
+    assert "; fix: " in message
+
+
+def test_values_that_pass() -> None:
+    block = {
+        "backend": "cpu",
+        "layout": "aligned",
+        "tile_m": 16,
+        "tile_n": 32,
+        "num_consumer_ctas": 4,
+        "min_consumer_ctas": 2,
+        "max_consumer_ctas": 8,
+        "bands_per_segment": 3,
+        "local_tail_waves": 0,
+        "mover": "none",
+        "router": "deepspeed",
+        "max_tokens_per_rank": 100_000,
+        "layers": r"model\.layers\.[0-3]\..*",
+        "wait_timeout_s": 5,
+    }
+    loaded = load_config(block)
+    assert {key: getattr(loaded, key) for key in block} == block
+    assert load_config({"local_tail_waves": "all"}).local_tail_waves == "all"
+    with pytest.raises(ValueError, match="frozen"):
+        loaded.tile_m = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("num_consumer_cta", "num_consumer_ctas"),
+        ("bands_per_segement", "bands_per_segment"),
+        ("Layout", "layout"),
+        ("timeout", "wait_timeout_s"),
+        ("tile_overlap", "tile_m"),
+    ],
+)
+def test_unknown_key_is_refused_with_the_nearest(key: str, near: str) -> None:
+    message = refusal({"tile_overlap": {key: 1}})
+    assert message.startswith(f"tile_overlap.{key}: got an unknown key; ")
+    if key != "tile_overlap":
+        assert repr(near) in message
+
+
+def test_unknown_key_alone_is_not_taken_for_a_ds_config() -> None:
+    assert "num_consumer_ctas" in refusal({"num_consumer_cta": 8})
+
+
+def test_all_faults_are_told_at_once() -> None:
+    message = refusal({"tile_n": -1, "tile_nn": 1, "adaptive": {"intervl": 2}, "strict": 1})
+    assert [line.split(":")[0] for line in message.splitlines()] == [
+        "tile_overlap.tile_n",
+        "tile_overlap.adaptive.intervl",
+        "tile_overlap.strict",
+        "tile_overlap.tile_nn",
+    ]
+    assert "'interval'" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("backend", "cuda"),
+        ("num_dispatch_ctas", 4),
+        ("mover", "copy_engine"),
+        ("dispatch", "fused"),
+        ("dispatch", "nccl"),
+        ("router", "fused"),
+        ("transport", "mapped"),
+        ("transport", "nvshmem"),
+        ("adaptive", {"enabled": False}),
+        ("adaptive", {"interval": 2}),
+        ("adaptive", {"cache_dir": "/tmp"}),
+    ],
+)
+def test_fields_not_built_accept_their_defaults_only(key: str, value: object) -> None:
+    message = refusal({key: value})
+    assert NOT_BUILT[key][1] in message
+    assert load_config({key: DEFAULTS[key]}) == TileOverlapConfig()
+
+
+def test_bounds_across_fields() -> None:
+    assert "max_consumer_ctas" in refusal({"min_consumer_ctas": 3, "max_consumer_ctas": 2})
+    assert "max_consumer_ctas (2)" in refusal({"num_consumer_ctas": 3, "max_consumer_ctas": 2})
+    assert "min_consumer_ctas (2)" in refusal({"num_consumer_ctas": 1, "min_consumer_ctas": 2})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tile-overlap", "tile_overalp", "tileoverlap", "TileOverlap", "tile_overlaps", "tile overlap"],
+)
+def test_misspelt_block_is_refused_with_the_right_name(name: str) -> None:
+    for source in ({name: {}, **BATCH}, {name: {}}, {name: {}, "tile_overlap": {}}):
+        assert refusal(source).startswith(
+            f'{name}: got a block of this name; wanted "tile_overlap"'
+        )
+
+
+@pytest.mark.parametrize("outer", ["zero_optimization", "expert_parallel", "my_own"])
+@pytest.mark.parametrize("name", ["tile_overlap", "tile-overlap"])
+def test_block_inside_another_is_refused(outer: str, name: str) -> None:
+    message = refusal({outer: {"deep": [{name: {}}]}, **BATCH})
+    assert f"{outer}.deep[0].{name}: got the block inside" in message
+    assert "top level" in message
+
+
+def test_field_beside_the_block_is_refused() -> None:
+    assert 'inside "tile_overlap"' in refusal({"num_consumer_ctas": 2, **BATCH})
+    assert 'inside "tile_overlap"' in refusal({"tile_m": 2, "tile_overlap": {}})
+
+
+@pytest.mark.parametrize("block", [None, [], "on", 3, True])
+def test_block_has_to_be_a_block(block: object) -> None:
+    assert refusal({"tile_overlap": block}).startswith(f"tile_overlap: got {json.dumps(block)}")
+
+
+def test_foreign_keys_of_a_ds_config_are_left_alone() -> None:
+    whole = {**BATCH, "layers": 3, "zero_optimization": {"overlap_comm": True}, "moe_overlap": {}}
+    assert load_config(whole) == TileOverlapConfig()
+
+
+def test_ds_config_keys_are_deepspeeds() -> None:
+    import deepspeed
+
+    package = Path(deepspeed.__file__).parent
+    files = [*package.rglob("*config*.py"), *package.rglob("constants.py")]
+    text = "".join(path.read_text() for path in files)
+    assert [key for key in DS_CONFIG_KEYS if not re.search(rf"\b{key}\b", text)] == []
+    assert not DS_CONFIG_KEYS & set(TileOverlapConfig.model_fields)
+
+
+@pytest.mark.parametrize("path", sorted(DS_CONFIGS.glob("*.json")), ids=lambda path: path.name)
+def test_shipped_files_load(path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    loaded = load_config(path)
+    assert loaded == load_config(str(path)) == load_config(json.loads(path.read_text()))
+    assert DeepSpeedConfig(str(path)).train_micro_batch_size_per_gpu == 1
+    wanted = {"aligned.json": ("layout", "aligned"), "sequential.json": ("mover", "none")}
+    key, value = wanted.get(path.name, ("stats", True))
+    assert getattr(loaded, key) == value
+
+
+def test_hjson_and_base64(tmp_path: Path) -> None:
+    path = tmp_path / "ds.hjson"
+    path.write_text("{\n  # a comment\n  train_batch_size: 4\n  tile_overlap: {tile_m: 32}\n}\n")
+    assert load_config(path).tile_m == 32
+    text = json.dumps({"tile_overlap": {"tile_m": 48, "layers": "x" * 300}, **BATCH})
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    assert load_config(encoded).tile_m == 48
+
+
+def test_unreadable_sources(tmp_path: Path) -> None:
+    for missing in (tmp_path / "none.json", str(tmp_path / "none.json"), "ds_config", "abcd"):
+        message = refusal(missing)
+        assert f"ds_config {str(missing)!r}: no such file" in message
+    assert "cannot be read" in refusal(tmp_path)
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"tile_overlap": {"tile_m": 3}')
+    assert "broken.json" in refusal(broken)
+    assert "line 1" in refusal(broken)
+    broken.write_text("[1, 2]")
+    assert "wanted an object" in refusal(broken)
+    broken.write_text('{"tile_overlap": {"tile_m": 3, "tile_m": 4}}')
+    assert "tile_m: got the key twice" in refusal(broken)
+    for odd in (3, [], object(), {"tile_overlap": {3: 1}}):
+        assert "wanted" in refusal(odd)
+
+
+def test_engines() -> None:
+    parsed = {"tile_overlap": {"tile_m": 8}, **BATCH}
+    engine = SimpleNamespace(module=None, config="gone.json", _config=SimpleNamespace())
+    engine._config._param_dict = parsed
+    assert load_config(engine).tile_m == 8
+    assert load_config(SimpleNamespace(module=None, config=parsed)).tile_m == 8
+    assert "tile_overalp" in refusal(SimpleNamespace(module=None, config={"tile_overalp": {}}))
+    assert load_config(SimpleNamespace(module=None, config=None)) == TileOverlapConfig()
+
+
+def test_no_block_means_defaults_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with caplog.at_level(logging.INFO, "ds_tilemoe"):
+        for _ in range(3):
+            assert load_config(BATCH) == TileOverlapConfig()
+        assert len(caplog.records) == 1
+        assert 'no "tile_overlap" block; all settings have their defaults' in caplog.text
+        assert load_config(None) == load_config() == TileOverlapConfig()
+        assert len(caplog.records) == 2
+        assert load_config({}) == load_config({"tile_overlap": {}, **BATCH}) == TileOverlapConfig()
+        assert len(caplog.records) == 2
+        monkeypatch.setenv("RANK", "1")
+        config_module._log_once.cache_clear()
+        load_config(BATCH)
+        assert len(caplog.records) == 2
+
+
+def test_split_for_init_inference(tmp_path: Path) -> None:
+    from deepspeed.inference.config import DeepSpeedInferenceConfig
+
+    whole = {"tensor_parallel": {"tp_size": 1}, "tile_overlap": {"tile_m": 8}}
+    with pytest.raises(ValueError, match="tile_overlap"):
+        DeepSpeedInferenceConfig(**whole)
+    rest, block = split_config(whole)
+    DeepSpeedInferenceConfig(**rest)
+    assert block.tile_m == 8
+    assert rest == {"tensor_parallel": {"tp_size": 1}}
+    assert "tile_overlap" in whole
+    path = tmp_path / "inference.json"
+    path.write_text(json.dumps(whole))
+    assert split_config(path) == (rest, block)
+
+
+def test_constructor_and_load_refuse_alike() -> None:
+    with pytest.raises(ConfigError, match=r"tile_overlap\.tile_mm.*'tile_m'"):
+        TileOverlapConfig(tile_mm=3)
+    config = TileOverlapConfig(tile_m=3)
+    assert load_config(config) is config
+    assert load_config(config.model_dump()) == config

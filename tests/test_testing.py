@@ -1,0 +1,136 @@
+"""The launcher of the rank tests: it reports, it goes on where it can, and it ends what hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_tilemoe import testing
+from ds_tilemoe.testing import RanksError, cases_of, check_case, run_ranks, tagged_rows
+
+CASES = """
+import datetime, os
+import torch, torch.distributed as dist
+from ds_tilemoe.testing import case
+
+@case(k=[1, 2], drop=[True, False])
+def chosen(ctx, k, drop):
+    return [ctx.rank, k, drop]
+
+@case
+def sums(ctx):
+    (ctx.shared_dir / str(ctx.rank)).touch()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert sorted(p.name for p in ctx.shared_dir.iterdir()) == ["0", "1"]
+    return total.item()
+
+@case
+def raises_alone(ctx):
+    if ctx.rank == 1:
+        raise ValueError("only here")
+
+@case
+def goes_on(ctx):
+    dist.barrier()
+
+@case
+def leaves_a_collective(ctx):
+    if ctx.rank == 1:
+        raise ValueError("not taking part")
+    dist.all_reduce(torch.ones(1), async_op=True).wait(datetime.timedelta(seconds=2))
+
+@case
+def is_not_run(ctx):
+    pass
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_cases_of_one_launch(tmp_path: Path) -> None:
+    source = write(tmp_path / "some_cases.py", CASES)
+    names = cases_of(source)
+    chosen = [f"chosen[k={k},drop={d}]" for k in (1, 2) for d in (True, False)]
+    rest = ["sums", "raises_alone", "goes_on", "leaves_a_collective", "is_not_run"]
+    assert names == chosen + rest
+    results = run_ranks(source, 2, timeout_s=100)
+    for name in [*chosen, "sums", "goes_on"]:
+        check_case(results, name)
+    assert [r.cases[1].value for r in results] == [[0, 1, False], [1, 1, False]]
+    assert [r.cases[4].value for r in results] == [2.0, 2.0]
+    with pytest.raises(RanksError, match=r"rank 1: (.|\n)*only here"):
+        check_case(results, "raises_alone")
+    with pytest.raises(RanksError, match="not taking part"):
+        check_case(results, "leaves_a_collective")
+    with pytest.raises(RanksError, match="rank 0 has not run is_not_run"):
+        check_case(results, "is_not_run")
+    assert [result.returncode for result in results] == [1, 1]
+
+
+def test_a_hang_ends_with_stacks_and_output(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "hangs.py",
+        "import os, sys, time\nprint('rank', os.environ['RANK'], os.environ['MINE'], sys.argv[1])\n"
+        "def asleep():\n    time.sleep(600)\nif os.environ['RANK'] == '1':\n    asleep()\n",
+    )
+    began = time.monotonic()
+    with pytest.raises(RanksError) as caught:
+        run_ranks(source, 2, timeout_s=8, env={"MINE": "yes"}, args=["argument"])
+    assert time.monotonic() - began < 30
+    message = str(caught.value)
+    assert "ranks [1] still ran after 8 s" in message
+    assert "rank 0 yes argument" in message
+    assert "in asleep" in message
+    assert [result.returncode for result in caught.value.results] == [0, -9]
+
+
+def test_a_dead_rank_takes_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testing, "GRACE_S", 1.0)
+    source = write(
+        tmp_path / "dies.py",
+        "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+        "print(child.pid, flush=True)\n"
+        "os._exit(3) if os.environ['RANK'] == '0' else time.sleep(600)\n",
+    )
+    results = run_ranks(source, 2, timeout_s=60)
+    assert [result.returncode for result in results] == [3, -9]
+    for result in results:
+        assert not _runs(int(result.stdout)), "a child of a rank lives on"
+
+
+def test_tagged_rows_tell_their_place() -> None:
+    token, expert = torch.meshgrid(torch.arange(40), torch.arange(8), indexing="ij")
+    rows = torch.cat(
+        [tagged_rows(i, r, token.flatten(), expert.flatten(), 4) for i in (0, 1) for r in (0, 1, 2)]
+    )
+    assert rows.shape == (2 * 3 * 320, 4)
+    assert rows.dtype == torch.float32
+    assert len(rows.unique(dim=0)) == len(rows)
+    assert ((rows >= 0) & (rows < 1)).all()
+    assert torch.equal(rows * 2**20, (rows * 2**20).round())
+    assert torch.equal(rows[:320], tagged_rows(0, 0, token, expert, 4).reshape(320, 4))
+
+
+def test_deepspeeds_shared_memory_op_is_off() -> None:
+    import deepspeed.ops
+
+    testing.disable_deepspeed_shm()
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
