@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from ds_tilemoe.routing import Routing
+from ds_tilemoe.stats import IterationStats
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,27 @@ class Expert(Protocol):
 
 
 class Backend(Protocol):
-    """One backend of one expert-parallel group. All methods are called by every rank in one order."""
+    """One backend of one expert-parallel group.
+
+    Every rank calls ``ensure`` and ``forward`` in one order; the rest is local.
+
+    Attributes:
+        name: "cpu".
+        tile_m: rows of a band.
+        mover: "auto", "sm", "none", or "sequential" for measuring: rows move when all tiles are
+            made. May be set between calls, on each rank alone.
+        last_stats: of the last forward.
+    """
 
     name: str
     tile_m: int
+    mover: str
+    last_stats: IterationStats | None
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """Settings of the block, with what "auto" stands for."""
+        ...
 
     def ensure(self, shapes: Sequence[LayerShape], max_tokens: int) -> None:
         """Make the heap large enough for ``shapes`` at ``max_tokens`` tokens a rank.
@@ -97,6 +115,10 @@ class Backend(Protocol):
             CapacityError: a rank has more tokens than the heap was made for.
             DeadlineError: a peer did not do its part in time, or the heap failed earlier.
         """
+        ...
+
+    def failure(self) -> str:
+        """The first cause that made the heap unusable, or ""."""
         ...
 
     def close(self) -> None:

@@ -101,6 +101,21 @@ class CpuBackend:
         experts = max(shape.num_experts for shape in shapes)
         return HeapShape(self.world, experts, dispatch, recv, max_tokens)
 
+    @property
+    def chosen(self) -> dict[str, object]:
+        """What "auto" stands for in every layer; tile_n depends on the layer's width."""
+        config = self.config
+        waves = config.local_tail_waves
+        return {
+            "backend": self.name,
+            "layout": "aligned" if _LAYOUTS[config.layout] else "compact",
+            "tile_m": self.tile_m,
+            "num_consumer_ctas": self._num_consumers(),
+            "bands_per_segment": _bands_per_segment(config),
+            "local_tail_waves": "all" if waves == "auto" else waves,
+            "mover": "sm" if config.mover == "auto" else config.mover,
+        }
+
     def failure(self) -> str:
         """The first cause that made the heap unusable, or ""."""
         return self._rank.failure() if self._rank is not None else ""
@@ -231,7 +246,7 @@ class CpuBackend:
             local_experts=shape.num_experts // self.world,
             tile_m=self.tile_m,
             layout=_LAYOUTS[config.layout],
-            bands_per_segment=1 if config.bands_per_segment == "auto" else config.bands_per_segment,
+            bands_per_segment=_bands_per_segment(config),
             local_tail_bands=waves if isinstance(waves, int) else -1,  # one band is a wave here
             chunk_rows=max(1, _CHUNK_BYTES // row_bytes),
         )
@@ -261,6 +276,10 @@ class CpuBackend:
     def set_random_delays(self, max_us: int, seed: int) -> None:
         """Sleep up to ``max_us`` at the protocol's meeting points; 0 = off. For tests."""
         self._rank.set_random_delays(max_us, seed)
+
+
+def _bands_per_segment(config: TileOverlapConfig) -> int:
+    return 1 if config.bands_per_segment == "auto" else config.bands_per_segment
 
 
 def _local_problem(

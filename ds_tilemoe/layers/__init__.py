@@ -1,0 +1,1 @@
+"""DeepSpeed layers on our backends."""

@@ -1,0 +1,243 @@
+"""Finding the recipe of an expert module, and proving it with numbers.
+
+Structure and names only propose; a proposal counts if it gives what the expert's own forward gives,
+first on a copy with random weights (so that a zero-initialised projection proves nothing by
+accident), then on the real weights of every expert.
+
+Shape letters: H hidden, N output width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ds_tilemoe.layers.experts import ACTIVATIONS, LocalExpert, Recipe, is_linear, is_registered
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = 16  # rows of the comparison
+# Of the largest output: the same operations in the same order, other GEMM shapes.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+class UnknownExpert(Exception):
+    """Why an expert cannot be cut; the text is the reason in the swap report."""
+
+
+def check_static(expert: nn.Module) -> None:
+    """Refuse an expert whose parameters or submodules we may not bypass.
+
+    Raises:
+        UnknownExpert: with the reason.
+    """
+    for path, module in expert.named_modules():
+        what = f"expert submodule {path or '(itself)'} ({type(module).__name__})"
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise UnknownExpert(f"{what} has forward hooks, which would not run")
+        if "forward" in module.__dict__:
+            raise UnknownExpert(f"{what} has a replaced forward, which would not run")
+        if "lora" in type(module).__name__.lower() or type(module).__module__.startswith("peft."):
+            raise UnknownExpert(f"{what} is a LoRA layer; merge it first")
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            raise UnknownExpert(f"{what} is a subclass of nn.Linear, not a plain one")
+    dtypes = set()
+    for name, parameter in expert.named_parameters():
+        if any(hasattr(parameter, mark) for mark in ("ds_id", "ds_tensor", "ds_status")):
+            raise UnknownExpert(f"expert parameter {name} is partitioned or offloaded by ZeRO-3")
+        if parameter.is_meta:
+            raise UnknownExpert(f"expert parameter {name} is on the meta device")
+        dtypes.add(parameter.dtype)
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise UnknownExpert(f"expert parameters have mixed dtypes ({names})")
+    if not dtypes:
+        raise UnknownExpert(f"an expert ({type(expert).__name__}) has no parameters")
+    if (dtype := dtypes.pop()) not in DTYPES:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise UnknownExpert(
+            f"expert dtype {str(dtype).removeprefix('torch.')} is not one of {wanted}"
+        )
+
+
+def find_recipe(expert: nn.Module, hidden: int) -> Recipe:
+    """The recipe that gives what ``expert`` gives, found on a copy with random weights.
+
+    Args:
+        expert: any module [..., H] -> [..., N], or -> a tuple that starts with that.
+        hidden: H.
+
+    Raises:
+        UnknownExpert: there is none that we know.
+    """
+    device = next(expert.parameters()).device
+    with _undisturbed(device):
+        try:
+            probe = copy.deepcopy(expert).float().eval()
+            _randomise(probe)
+            x = _rows(hidden, device, torch.float32)
+            want = _own_output(probe, x)
+        except Exception as error:
+            raise UnknownExpert(
+                f"an expert ({type(expert).__name__}) could not be tried out:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        for recipe in _proposals(probe, hidden, want.shape[-1]):
+            if _agrees(probe, recipe, x, want):
+                return dataclasses.replace(
+                    recipe, random_in_training=not _same_in_training(probe, x, want)
+                )
+    raise UnknownExpert(_describe_unknown(expert))
+
+
+def check_numbers(expert: nn.Module, recipe: Recipe, hidden: int) -> None:
+    """Compare the recipe with the expert's own eval-mode forward on its real weights.
+
+    Training flags and random states are as before when it returns.
+
+    Raises:
+        UnknownExpert: they differ.
+    """
+    parameter = next(expert.parameters())
+    modes = {module: module.training for module in expert.modules()}
+    with _undisturbed(parameter.device):
+        expert.eval()
+        try:
+            x = _rows(hidden, parameter.device, parameter.dtype)
+            want = _own_output(expert, x)
+            same = not want.isfinite().all() or _agrees(expert, recipe, x, want)
+        except Exception as error:
+            raise UnknownExpert(
+                f"an expert ({type(expert).__name__}) could not be tried out:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+    if not same:
+        raise UnknownExpert(
+            f"an expert ({type(expert).__name__}) does not compute what its structure says"
+            f" ({recipe})"
+        )
+
+
+def _proposals(expert: nn.Module, hidden: int, out: int) -> Iterator[Recipe]:
+    if is_registered(expert):
+        yield Recipe("registered")
+        return
+    if is_linear(expert):
+        yield Recipe("linear")
+        yield Recipe("linear", down_bias=False)
+        return
+    linears = {path: m for path, m in expert.named_modules() if is_linear(m)}
+    shapes = {path: tuple(m.weight.shape) for path, m in linears.items()}
+    activations = list(_activations(expert))
+    for order in itertools.permutations(linears) if len(linears) in (2, 3) else ():
+        *ups, down = order
+        ffn = shapes[down][1]
+        if shapes[down][0] != out or any(shapes[up][1] != hidden for up in ups):
+            continue
+        widths = [shapes[up][0] for up in ups]
+        biases = (True, False) if getattr(linears[down], "bias", None) is not None else (True,)
+        for act, bias in itertools.product(activations, biases):
+            if widths == [ffn]:
+                yield Recipe("linear_act_linear", (ups[0],), act, True, down, bias)
+            elif widths == [ffn, ffn]:
+                yield Recipe("gated", (ups[0], ups[1]), act, True, down, bias)
+            elif widths == [2 * ffn]:
+                for gate_first in (True, False):
+                    yield Recipe("gated_fused", (ups[0],), act, gate_first, down, bias)
+    if type(expert) is nn.Sequential:
+        own = [name for name, child in expert.named_children() if is_linear(child)]
+        if own:
+            yield Recipe("sequential", down=own[-1])
+
+
+def _activations(expert: nn.Module) -> Iterator[str]:
+    """Names of what may be the activation: the expert's own first."""
+    for path, module in expert.named_modules():
+        if path and not module._modules and not is_linear(module):
+            yield f"module:{path}"
+        for name, value in vars(module).items():
+            if callable(value) and not name.startswith("_") and not isinstance(value, type):
+                yield f"callable:{path}.{name}" if path else f"callable:{name}"
+    yield from ACTIVATIONS
+
+
+def _agrees(expert: nn.Module, recipe: Recipe, x: Tensor, want: Tensor) -> bool:
+    """Whether the recipe gives ``want``, all rows at once and a few of them alone."""
+    try:
+        cut = LocalExpert(expert, recipe)
+        if cut.recipe.kind == "registered" and type(cut._down) is not nn.Linear:
+            return False
+        pairs = [(cut(x), want), (cut(x[5:8]), want[5:8])]
+    except Exception:
+        return False  # a proposal that does not even run
+    return all(_close(got, part) for got, part in pairs)
+
+
+def _same_in_training(probe: nn.Module, x: Tensor, want: Tensor) -> bool:
+    probe.train()
+    for module in probe.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()  # these are looked at in each call, where their p is known
+    try:
+        return _close(_own_output(probe, x), want)
+    except Exception:
+        return False
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    atol = TOLERANCE[want.dtype] * float(want.abs().max()) if want.numel() else 0.0
+    return torch.allclose(got.float(), want.float(), rtol=0.0, atol=atol)
+
+
+def _own_output(expert: nn.Module, x: Tensor) -> Tensor:
+    """The expert's own forward in the shape in which DeepSpeed calls it: [W, 1, rows, H]."""
+    out = expert(x.view(2, 1, -1, x.shape[-1]))
+    out = out[0] if isinstance(out, tuple) else out
+    return out.reshape(x.shape[0], out.shape[-1])
+
+
+def _rows(hidden: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (2 * torch.randn(ROWS, hidden, generator=generator)).to(device, dtype)
+
+
+def _randomise(module: nn.Module) -> None:
+    for seed, parameter in enumerate(module.parameters()):
+        generator = torch.Generator(parameter.device).manual_seed(seed)
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+        parameter.normal_(generator=generator).mul_(scale)
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """No grad, no autocast, and random states put back at the end."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def _describe_unknown(expert: nn.Module) -> str:
+    name = type(expert).__name__
+    if is_registered(expert):
+        return f"the description registered for {name} does not give what its forward gives"
+    linears = [path for path, m in expert.named_modules() if is_linear(m)]
+    found = ", ".join(linears) if linears else "none"
+    return (
+        f"expert {name} is not one that we know (its linear layers: {found}); wanted one that ends"
+        " in a plain nn.Linear behind linear-activation or a gated pair; ds_tilemoe.register_expert"
+        " teaches others"
+    )

@@ -1,0 +1,185 @@
+"""What swapped layers share: one backend for each expert-parallel group, one session an apply()."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_tilemoe
+from ds_tilemoe.backends.base import Backend, LayerShape
+from ds_tilemoe.config import TileOverlapConfig
+from ds_tilemoe.errors import BuildError, DeadlineError, TileMoEError
+from ds_tilemoe.layers.agreement import Decision, Message, Offer, agree
+
+logger = logging.getLogger("ds_tilemoe")
+
+# Settings that change what ranks send each other; all ranks of a group must have the same.
+PROTOCOL = ("backend", "layout", "tile_m", "tile_n", "dispatch", "transport", "max_tokens_per_rank")
+LEAST_TOKENS = 1024
+
+
+class Runtime:
+    """What the layers of one expert-parallel group share: the backend and what was agreed.
+
+    Args:
+        group: the group; None for a group of one, which needs no communication.
+        config: this rank's settings.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, config: TileOverlapConfig):
+        self.group = group
+        self.config = config
+        self.backend: Backend | None = None
+        self.met = False  # a pre-flight of a forward has taken place
+        self.max_tokens: int | None = None
+        self._shapes: dict[LayerShape, None] = {}  # a set that keeps the order
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to before the first forward: the next one measures tokens and repairs the heap."""
+        setting = self.config.max_tokens_per_rank
+        self.max_tokens = None if setting == "auto" else setting
+        self.is_open = False
+        self.met = False
+
+    def preflight(
+        self,
+        offers: Sequence[Offer],
+        grad: bool | None = None,
+        tokens: int | None = None,
+        situation: str | None = None,
+    ) -> list[Decision]:
+        """Decide about the offered layers and make the heap for them. A collective of the group.
+
+        Raises:
+            CapacityError, and what :func:`agree` raises: on every rank alike.
+        """
+        fault = None
+        if grad is not True and self.backend is None:
+            offers, fault = self._prepare(offers)
+        messages = self._exchange(
+            Message(
+                offers=tuple(offers),
+                protocol=self._protocol(),
+                strict=self.config.strict,
+                grad=grad,
+                tokens=tokens,
+                situation=situation,
+                fault=fault,
+            )
+        )
+        decisions = agree(messages)
+        self.met = self.met or grad is not None
+        self._shapes.update((d, None) for d in decisions if isinstance(d, LayerShape))
+        if grad is True or not self._shapes:
+            return decisions
+        if self.max_tokens is None and tokens is not None:
+            most = max(message.tokens or 0 for message in messages)
+            self.max_tokens = max(LEAST_TOKENS, 1 << (most - 1).bit_length())
+        if self.max_tokens is not None:
+            self._open()
+        return decisions
+
+    def check(self) -> None:
+        """Raise DeadlineError if the heap has failed. Local."""
+        cause = self.backend.failure() if self.backend is not None else ""
+        if cause:
+            raise DeadlineError(
+                f"the expert-parallel group has failed: {cause}; fix: call ds_tilemoe.apply on all"
+                " ranks, which makes a new heap"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """The block in force, with what "auto" stands for; empty before the heap is made."""
+        if self.backend is None:
+            return {}
+        chosen = {**self.backend.chosen, "max_tokens_per_rank": self.max_tokens}
+        return self.config.model_dump() | chosen
+
+    def _prepare(self, offers: Sequence[Offer]) -> tuple[Sequence[Offer], str | None]:
+        """Build the op before the exchange, so that a rank without a compiler can say so in it."""
+        if all(isinstance(offer.outcome, str) for offer in offers):
+            return offers, None
+        try:
+            prepare_backend()
+        except BuildError as error:
+            if self.config.backend != "auto":
+                return offers, str(error)
+            reason = f"the CPU backend could not be built: {error}"
+            return [Offer(offer.layer, reason) for offer in offers], None
+        return offers, None
+
+    def _open(self) -> None:
+        if self.backend is None:
+            self.backend = make_backend(self.group, self.config)
+        assert self.max_tokens is not None
+        self.backend.ensure(list(self._shapes), self.max_tokens)
+        self.is_open = True
+
+    def _protocol(self) -> tuple[tuple[str, Any], ...]:
+        versions = (
+            ("the version of ds_tilemoe", ds_tilemoe.__version__),
+            ("the version of torch", torch.__version__),
+            ("the version of deepspeed", deepspeed.__version__),
+        )
+        return tuple((name, getattr(self.config, name)) for name in PROTOCOL) + versions
+
+    def _exchange(self, message: Message) -> list[Message]:
+        if self.group is None:
+            return [message]
+        messages: list[Any] = [None] * dist.get_world_size(self.group)
+        try:
+            dist.all_gather_object(messages, message, group=self.group)
+        except RuntimeError as error:
+            mode = {True: "enabled", False: "disabled", None: "not asked"}[message.grad]
+            raise TileMoEError(
+                f"the pre-flight of {', '.join(offer.layer for offer in message.offers)} did not"
+                f" end: {error}; every rank of the group must call ds_tilemoe.apply and"
+                f" the layer, in the same grad mode (here: {mode})"
+            ) from error
+        return messages
+
+
+def prepare_backend() -> None:
+    """Build or load the backend's op; local. Raises BuildError."""
+    from ds_tilemoe.op_builder import CPUTileMoEBuilder
+
+    CPUTileMoEBuilder().load()
+
+
+def make_backend(group: dist.ProcessGroup | None, config: TileOverlapConfig) -> Backend:
+    """The backend of one group; the only place that picks one."""
+    from ds_tilemoe.backends import backend_for
+
+    return backend_for(group, config)
+
+
+class Session:
+    """One ``apply()``: its settings and a Runtime per expert-parallel group. Copies share it."""
+
+    def __init__(self, config: TileOverlapConfig):
+        self.config = config
+        self._runtimes: dict[int | None, Runtime] = {}
+        self._said: set[str] = set()
+
+    def runtime(self, group: dist.ProcessGroup | None) -> Runtime:
+        """The runtime of ``group``; None for a group of one."""
+        key = None if group is None else id(group)
+        if key not in self._runtimes:
+            self._runtimes[key] = Runtime(group, self.config)
+        return self._runtimes[key]
+
+    def runtimes(self) -> list[Runtime]:
+        return list(self._runtimes.values())
+
+    def say_once(self, text: str) -> None:
+        """Warn on the first rank, once a session."""
+        if text not in self._said:
+            self._said.add(text)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.warning(text)

@@ -1,0 +1,236 @@
+"""What swapped layers did on this rank: times, exposed combine, overlap ratio, backlog.
+
+Every number is of this rank's own clock. ``layers()``, ``reset()`` and ``export_config()`` speak of
+all swapped layers of the process that are alive.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BLOCK = "tile_overlap"
+MOST_CALLS_KEPT = 65536  # a layer; the oldest go first
+
+
+class IterationStats(NamedTuple):
+    """One call of one layer; mirror of ``IterationStats`` in csrc/plan_abi.h.
+
+    Times are ns since this rank's producer started; plan_abi.h says of each what it marks.
+    """
+
+    first_segment_ready: int
+    producer_end: int
+    last_put: int
+    last_arrival: int
+    segments: int
+    backlog_at_producer_end: int
+    chunks_drained: int
+    idle_spins: int
+    epoch: int
+
+    @property
+    def exposed_combine(self) -> int:
+        """ns from the producer's end to the last arrival of a row that this rank is owed."""
+        return max(0, self.last_arrival - self.producer_end)
+
+
+class Call(NamedTuple):
+    """A call kept for the trace: begin and end on ``time.perf_counter_ns``, and its stats."""
+
+    begin: int
+    end: int
+    iteration: IterationStats
+
+
+_alive: list[weakref.ref[LayerStats]] = []
+
+
+@dataclass(eq=False)
+class LayerStats:
+    """Sums over the calls of one layer since the last reset.
+
+    Attributes:
+        name: the layer's name in the model.
+        keep_history: whether calls are kept for the trace.
+        settings: the ``tile_overlap`` block in force, with the values that "auto" stands for.
+        combine_alone_ns: mean ns of the combine when nothing hides it, over the calls of a
+            measuring run (``ds_tilemoe.measure_combine_alone``); None until there was one.
+        calls: number of calls that the other fields sum over.
+    """
+
+    name: str
+    keep_history: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    combine_alone_ns: float | None = None
+    calls: int = 0
+    time_ns: int = 0
+    exposed_ns: int = 0
+    segments: int = 0
+    backlog: int = 0
+    chunks_drained: int = 0
+    idle_spins: int = 0
+    history: deque[Call] = field(default_factory=lambda: deque(maxlen=MOST_CALLS_KEPT))
+    _alone_calls: int = 0
+
+    def __post_init__(self) -> None:
+        _alive.append(weakref.ref(self, _alive.remove))
+
+    def add(self, iteration: IterationStats, begin: int, end: int) -> None:
+        """Count a call; ``begin`` and ``end`` in ns of ``time.perf_counter_ns``."""
+        self.calls += 1
+        self.time_ns += end - begin
+        self.exposed_ns += iteration.exposed_combine
+        self.segments += iteration.segments
+        self.backlog += iteration.backlog_at_producer_end
+        self.chunks_drained += iteration.chunks_drained
+        self.idle_spins += iteration.idle_spins
+        if self.keep_history:
+            self.history.append(Call(begin, end, iteration))
+
+    def add_alone(self, iteration: IterationStats) -> None:
+        """Count a call of a measuring run, whose combine began when the producer had ended."""
+        before = (self.combine_alone_ns or 0.0) * self._alone_calls
+        self._alone_calls += 1
+        self.combine_alone_ns = (before + iteration.exposed_combine) / self._alone_calls
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """1 - exposed combine / combine alone, both means; None where that is not known.
+
+        It compares like with like only if the measuring run saw the same calls.
+        """
+        if not self.calls or not self.combine_alone_ns:
+            return None
+        return 1.0 - self.exposed_ns / self.calls / self.combine_alone_ns
+
+    def record(self) -> dict[str, Any]:
+        """The layer as one JSON-able row: means per call."""
+        calls = max(1, self.calls)
+        alone = self.combine_alone_ns
+        return {
+            "layer": self.name,
+            "calls": self.calls,
+            "time_us": self.time_ns / calls / 1e3,
+            "exposed_combine_us": self.exposed_ns / calls / 1e3,
+            "combine_alone_us": None if alone is None else alone / 1e3,
+            "overlap_ratio": self.overlap_ratio,
+            "backlog": self.backlog / calls,
+            "segments": self.segments / calls,
+            "chunks_drained": self.chunks_drained / calls,
+            "idle_spins": self.idle_spins / calls,
+        }
+
+    def clear(self) -> None:
+        """Forget the calls; what a measuring run found stays."""
+        self.calls = self.time_ns = self.exposed_ns = self.segments = self.backlog = 0
+        self.chunks_drained = self.idle_spins = 0
+        self.history.clear()
+
+
+def all_stats() -> list[LayerStats]:
+    """Of every swapped layer of this process that is alive, in the order of their making."""
+    return [found for ref in list(_alive) if (found := ref()) is not None]
+
+
+def layers() -> list[dict[str, Any]]:
+    """``LayerStats.record()`` of every layer that has been called."""
+    return [stats.record() for stats in all_stats() if stats.calls]
+
+
+def reset() -> None:
+    """Forget the calls so far, in every layer."""
+    for stats in all_stats():
+        stats.clear()
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records of :func:`layers` as text: a row a layer, means per call, "-" for what is unknown."""
+    columns = {
+        "layer": lambda r: r["layer"],
+        "calls": lambda r: str(r["calls"]),
+        "time [us]": lambda r: f"{r['time_us']:.0f}",
+        "exposed combine [us]": lambda r: f"{r['exposed_combine_us']:.0f}",
+        "overlap ratio": lambda r: (
+            "-" if r["overlap_ratio"] is None else f"{r['overlap_ratio']:.2f}"
+        ),
+        "backlog [chunks]": lambda r: f"{r['backlog']:.1f}",
+    }
+    rows = [list(columns), *([show(record) for show in columns.values()] for record in records)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def to_chrome_trace(rank: int = 0) -> dict[str, Any]:
+    """The kept calls in Chrome's trace format (chrome://tracing, Perfetto); needs ``stats: true``.
+
+    A call's own times are exact. The producer's start inside a call is not recorded, so its parts
+    are placed as if the last of them ended with the call.
+
+    Args:
+        rank: shown as the process, so that files of several ranks can be joined.
+    """
+    events: list[dict[str, Any]] = []
+
+    def span(name: str, thread: int, begin: int, end: int, **args: Any) -> None:
+        events.append(
+            {
+                "name": name,
+                "ph": "X",
+                "pid": rank,
+                "tid": thread,
+                "ts": begin / 1e3,
+                "dur": max(0, end - begin) / 1e3,
+                "args": args,
+            }
+        )
+
+    for stats in all_stats():
+        for call in stats.history:
+            it = call.iteration
+            start = call.end - max(it.producer_end, it.last_put, it.last_arrival)
+            span(stats.name, 0, call.begin, call.end, **it._asdict())
+            span("producer", 1, start, start + it.producer_end)
+            if it.segments:
+                span("consumer", 2, start + it.first_segment_ready, start + it.last_put)
+            if it.exposed_combine:
+                span("exposed combine", 3, start + it.producer_end, start + it.last_arrival)
+    names = ("layer", "producer", "consumer", "exposed combine")
+    for thread, name in enumerate(names):
+        args = {"name": name}
+        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": args})
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def export_config(path: str | Path | None = None) -> dict[str, Any]:
+    """The settings in force as a block, with the values that "auto" stands for.
+
+    Args:
+        path: where to write it as JSON as well.
+
+    Returns:
+        ``{"tile_overlap": {...}}``, of the layer that was swapped last.
+
+    Raises:
+        ValueError: no layer has run on a backend yet, so nothing has been chosen.
+    """
+    chosen = [stats.settings for stats in all_stats() if stats.settings]
+    if not chosen:
+        raise ValueError(
+            "export_config: no layer has been swapped and called yet; fix: run a forward first"
+        )
+    block = {BLOCK: dict(chosen[-1])}
+    if path is not None:
+        Path(path).write_text(json.dumps(block, indent=2) + "\n")
+    return block

@@ -1,0 +1,80 @@
+"""What ranks decide from the same messages: one word for all, or one error for all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ds_tilemoe.backends.base import LayerShape
+from ds_tilemoe.errors import BuildError, TileMoEError, UnsupportedLayerError
+from ds_tilemoe.layers.agreement import Message, Offer, agree
+
+SHAPE = LayerShape("mlp", 8, 2, 64, 96, 64, torch.float32)
+OTHER = dataclasses.replace(SHAPE, ffn=128)
+PROTOCOL = (("layout", "auto"), ("the version of torch", "2.13"))
+
+
+def message(*outcomes, **fields):
+    offers = tuple(Offer(f"layer{i}", outcome) for i, outcome in enumerate(outcomes or (SHAPE,)))
+    return Message(**{"offers": offers, "protocol": PROTOCOL, **fields})
+
+
+def test_unanimous():
+    assert agree([message(SHAPE, OTHER)] * 3) == [SHAPE, OTHER]
+
+
+def test_one_reason_keeps_the_layer_on_all_ranks():
+    messages = [message(SHAPE, SHAPE), message(SHAPE, "it has hooks"), message(SHAPE, SHAPE)]
+    assert agree(messages) == [SHAPE, "rank 1: it has hooks"]
+
+
+def test_a_common_reason_names_no_rank():
+    assert agree([message("it uses Tutel")] * 2) == ["it uses Tutel"]
+
+
+def test_the_first_rank_with_a_reason_is_named():
+    assert agree([message(), message("a"), message("b")]) == ["rank 1: a"]
+
+
+def test_shapes_must_be_equal():
+    (reason,) = agree([message(SHAPE), message(SHAPE), message(OTHER)])
+    assert "shapes differ" in reason
+    assert "ffn=96" in reason
+    assert "ffn=128" in reason
+    assert "on rank 2" in reason
+
+
+def test_protocol_must_be_equal():
+    other = message(protocol=(("layout", "aligned"), PROTOCOL[1]))
+    assert agree([message(), other]) == ["layout differs: 'auto' on rank 0, 'aligned' on rank 1"]
+    other = message(protocol=(PROTOCOL[0], ("the version of torch", "2.12")))
+    (reason,) = agree([message(), other])
+    assert "the version of torch differs: '2.13' on rank 0, '2.12' on rank 1" in reason
+
+
+def test_one_strict_rank_makes_all_raise():
+    with pytest.raises(UnsupportedLayerError, match="layer1: rank 0: no"):
+        agree([message(SHAPE, "no"), message(SHAPE, SHAPE, strict=True)])
+    assert agree([message(strict=True)] * 2) == [SHAPE]
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "wanted"),
+    [
+        ("grad", (False, False, True), "different grad modes: disabled on rank 0, enabled on rank"),
+        ("situation", ("bf16", "fp32", "bf16"), "dtypes or modes: bf16 on rank 0, fp32 on rank 1"),
+        ("offers", ((), (Offer("a", SHAPE),), ()), "swap or run different layers"),
+    ],
+)
+def test_what_ranks_may_not_differ_in(field, values, wanted):
+    messages = [dataclasses.replace(message(), **{field: value}) for value in values]
+    with pytest.raises(TileMoEError, match=wanted) as caught:
+        agree(messages)
+    assert "fix: " in str(caught.value)
+
+
+def test_a_fault_of_one_rank_is_raised_by_all():
+    with pytest.raises(BuildError, match="rank 1: no compiler"):
+        agree([message(), message(fault="no compiler"), message()])

@@ -1,0 +1,274 @@
+"""apply, restore and check in one process: reports, strictness, what is left as it is."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.utils import groups
+from moe_models import HIDDEN, assert_close, make_moe, oracle, raised, run, tokens
+from torch import nn
+
+import ds_tilemoe
+from ds_tilemoe.errors import BuildError, ConfigError, RankFailure, UnsupportedLayerError
+from ds_tilemoe.layers import runtime
+from ds_tilemoe.layers.native import TileMOELayer
+from ds_tilemoe.swap import measure_combine_alone
+
+
+class Odd(nn.Module):
+    """An expert that nobody knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.fc(x) + x
+
+
+class MixtralSparseMoeBlock(nn.Module):
+    """The outline of a Hugging Face block."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 4)
+        self.experts = nn.Module()
+
+
+def model_of(*parts):
+    return nn.Sequential(nn.LayerNorm(HIDDEN), *parts).eval()
+
+
+def test_swap_in_place_and_back():
+    model, x = model_of(make_moe(), make_moe(kind="swiglu", k=1, drop_tokens=False)), tokens(9, 64)
+    layers = [model[1].deepspeed_moe, model[2].deepspeed_moe]
+    keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
+    modules = list(map(id, model.modules()))
+    report = ds_tilemoe.apply(model)
+    assert report.swapped == ("1.deepspeed_moe", "2.deepspeed_moe")
+    assert [type(layer) for layer in layers] == [TileMOELayer] * 2
+    assert all(isinstance(layer, MOELayer) for layer in layers)
+    assert_close(run(model[2], x)[0], oracle(model[2], x))
+    assert list(model.state_dict()) == keys
+    assert list(map(id, model.parameters())) == parameters
+    assert list(map(id, model.modules())) == modules
+    assert list(model.buffers()) == []
+    assert ds_tilemoe.restore(model) == 2
+    assert ds_tilemoe.restore(model) == 0
+    assert [type(layer) for layer in layers] == [MOELayer] * 2
+    assert "_tile" not in vars(layers[0])
+
+
+def test_apply_twice_changes_nothing():
+    moe, x = make_moe(drop_tokens=False), tokens(9, HIDDEN)
+    first = ds_tilemoe.apply(moe)
+    state, y = moe.deepspeed_moe._tile, run(moe, x)[0]
+    assert str(ds_tilemoe.apply(moe)) == str(first)
+    assert moe.deepspeed_moe._tile is state
+    assert torch.equal(run(moe, x)[0], y)
+    ds_tilemoe.apply(moe, {"layout": "aligned"})
+    assert moe.deepspeed_moe._tile is not state
+    assert_close(run(moe, x)[0], y)
+
+
+def test_report_as_text():
+    report = ds_tilemoe.apply(model_of(make_moe(), make_moe(kind=Odd())))
+    lines = str(report).splitlines()
+    assert lines[0] == "ds_tilemoe: 1 swapped, 1 kept"
+    assert lines[1].split() == ["layer", "status", "shape", "reason"]
+    assert "E=8 ep=1 K=2 H=64 F=96 float32 linear_act_linear(module:1)" in lines[2]
+    assert "expert Odd is not one that we know" in lines[3]
+    with pytest.raises(AttributeError):
+        report.layers = ()
+
+
+def test_layers_chooses_by_name():
+    model = model_of(make_moe(), make_moe())
+    assert ds_tilemoe.apply(model, {"layers": r"^2\."}).swapped == ("2.deepspeed_moe",)
+    assert ds_tilemoe.apply(model, {"layers": r"^1\.", "strict": True}).swapped == (
+        "1.deepspeed_moe",
+    )
+    assert type(model[2].deepspeed_moe) is MOELayer
+    with pytest.raises(UnsupportedLayerError, match='none of 2 MoE layers matches layers "nope"'):
+        ds_tilemoe.apply(model, {"layers": "nope", "strict": True})
+
+
+def test_nothing_swapped_is_loud(caplog):
+    with caplog.at_level(logging.WARNING, "ds_tilemoe"):
+        assert str(ds_tilemoe.apply(nn.Linear(2, 2))) == "ds_tilemoe: no MoE layers"
+    assert "0 layers swapped: no MoE layer in Linear" in caplog.text
+    with pytest.raises(UnsupportedLayerError, match=r"consists of 1 Sequential, 1 LayerNorm"):
+        ds_tilemoe.apply(model_of(), {"strict": True})
+
+
+def test_strict_leaves_nothing_swapped():
+    model = model_of(make_moe(), make_moe(kind=Odd()))
+    with pytest.raises(UnsupportedLayerError, match=r"2\.deepspeed_moe: expert Odd"):
+        ds_tilemoe.apply(model, {"strict": True})
+    assert not any(isinstance(module, TileMOELayer) for module in model.modules())
+
+
+def test_unknown_blocks_are_named(caplog):
+    model = model_of(make_moe(), MixtralSparseMoeBlock())
+    report = ds_tilemoe.apply(model)
+    assert [entry.status for entry in report.layers] == ["swapped", "not supported"]
+    assert "MixtralSparseMoeBlock is a MoE block that is not known" in report.layers[1].reason
+    assert "some MoE layers are not swapped: 2: " in caplog.text
+    with pytest.raises(UnsupportedLayerError, match="MixtralSparseMoeBlock"):
+        ds_tilemoe.apply(model_of(MixtralSparseMoeBlock()), {"strict": True})
+
+
+def test_autoep_layers_are_recognised():
+    layer = AutoEPMoELayer.__new__(AutoEPMoELayer)
+    nn.Module.__init__(layer)
+    layer.router, layer.experts = nn.Linear(2, 2), nn.Module()
+    report = ds_tilemoe.apply(model_of(layer))
+    (entry,) = report.layers
+    assert (entry.name, entry.status) == ("1", "not supported")
+    assert "AutoEP) is not supported yet" in entry.reason
+
+
+def test_disabled():
+    moe = make_moe()
+    ds_tilemoe.apply(moe)
+    report = ds_tilemoe.apply(moe, {"enabled": False})
+    assert report.layers[0].reason == "tile_overlap.enabled is false"
+    assert type(moe.deepspeed_moe) is MOELayer
+
+
+def use_tutel(moe, monkeypatch):
+    moe.deepspeed_moe.use_tutel = True
+
+
+def use_model_parallel(moe, monkeypatch):
+    mpu = type("Mpu", (), {"get_tensor_model_parallel_world_size": lambda self: 2})()
+    monkeypatch.setattr(groups, "mpu", mpu)
+
+
+def use_expert_tensor_parallel(moe, monkeypatch):
+    monkeypatch.setattr(groups, "expert_tensor_parallel_world_size", 2)
+
+
+def use_own_gate(moe, monkeypatch):
+    moe.deepspeed_moe.gate.__class__ = type("OwnGate", (TopKGate,), {})
+
+
+def hook_experts(moe, monkeypatch):
+    moe.deepspeed_moe.experts.register_forward_pre_hook(lambda *_: None)
+
+
+def widen(moe, monkeypatch):
+    for expert in moe.deepspeed_moe.experts.deepspeed_experts:
+        expert[2] = nn.Linear(96, 32)
+
+
+def differ_in_width(moe, monkeypatch):
+    expert = moe.deepspeed_moe.experts.deepspeed_experts[3]
+    expert[0], expert[2] = nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)
+
+
+def differ_in_dtype(moe, monkeypatch):
+    moe.deepspeed_moe.experts.deepspeed_experts[3].bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (use_tutel, "it uses Tutel"),
+        (use_model_parallel, "its model is tensor-parallel"),
+        (use_expert_tensor_parallel, "its experts are tensor-parallel"),
+        (use_own_gate, "its gate is a OwnGate, not DeepSpeed's TopKGate"),
+        (hook_experts, "its Experts module has forward hooks"),
+        (widen, "its experts give rows of 32, not of hidden size 64"),
+        (differ_in_width, "its experts differ in shape"),
+        (differ_in_dtype, "its experts differ in dtype"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_keeps_a_layer(change, reason, monkeypatch):
+    moe = make_moe()
+    change(moe, monkeypatch)
+    report = ds_tilemoe.apply(moe)
+    assert report.count("kept") == 1
+    assert report.layers[0].reason.startswith(reason)
+    assert type(moe.deepspeed_moe) is MOELayer
+
+
+def test_unknown_subclasses_of_moelayer():
+    moe = make_moe()
+    moe.deepspeed_moe.__class__ = type("OwnLayer", (MOELayer,), {})
+    (entry,) = ds_tilemoe.apply(moe).layers
+    assert "OwnLayer is a subclass of MOELayer that is not known" in entry.reason
+
+
+def test_arguments_that_are_no_model():
+    with pytest.raises(TypeError, match="got a str; wanted a DeepSpeed engine or a torch module"):
+        ds_tilemoe.apply("model")
+    with pytest.raises(ConfigError, match="strikt"):
+        ds_tilemoe.apply(nn.Linear(1, 1), {"strikt": True})
+
+
+def fail_to_build():
+    raise BuildError("g++ is not there; install it")
+
+
+def test_no_compiler(monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "prepare_backend", fail_to_build)
+    moe, x = make_moe(), tokens(5, HIDDEN)
+    want = run(moe, x)[0]
+    report = ds_tilemoe.apply(moe)
+    assert "could not be built: g++ is not there" in report.layers[0].reason
+    assert "g++ is not there" in caplog.text
+    assert torch.equal(run(moe, x)[0], want)
+    # An explicit choice that cannot be met is an error; only "auto" may fall back.
+    with pytest.raises(BuildError, match="g\\+\\+ is not there"):
+        ds_tilemoe.apply(moe, {"backend": "cpu"})
+    assert type(moe.deepspeed_moe) is MOELayer
+
+
+def test_copies_of_a_group_of_one():
+    moe, x = make_moe(drop_tokens=False), tokens(6, HIDDEN)
+    ds_tilemoe.apply(moe)
+    want = run(moe, x)[0]
+    twin = copy.deepcopy(moe)
+    with torch.no_grad():
+        for parameter in twin.deepspeed_moe.experts.parameters():
+            parameter.zero_()
+    assert (run(twin, x)[0] == 0).all()
+    assert torch.equal(run(moe, x)[0], want)
+    assert twin.deepspeed_moe._tile.session is moe.deepspeed_moe._tile.session
+
+
+def test_errors_of_the_gate():
+    moe = make_moe(k=1, min_capacity=4)
+    ds_tilemoe.apply(moe)
+    error = raised(run, moe, tokens(2, HIDDEN))
+    assert isinstance(error, RankFailure)
+    assert isinstance(error.__cause__, AssertionError)
+    assert_close(run(moe, tokens(9, HIDDEN))[0], oracle(moe, tokens(9, HIDDEN)))
+
+
+def test_measuring_puts_the_mover_back():
+    moe = make_moe()
+    ds_tilemoe.apply(moe)
+    run(moe, tokens(5, HIDDEN))
+    backend = moe.deepspeed_moe._tile.runtime(moe.deepspeed_moe).backend
+    seen = []
+
+    def fail():
+        with measure_combine_alone(moe):
+            seen.append(backend.mover)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [*seen, backend.mover] == ["sequential", "auto"]
+
+
+def test_check_without_failure():
+    ds_tilemoe.check(model_of(make_moe()))
