@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "cpu/rank.h"
 #include "planner/planner.h"
 
@@ -52,6 +54,20 @@ void check(const at::Tensor& tensor, const char* name, at::IntArrayRef shape,
                         c10::toString(dtype) + " " + shape_text(shape) + " on cpu, contiguous");
 }
 
+void demand(bool holds, const std::string& what) {
+  if (!holds) throw py::value_error(what);
+}
+
+// Width of a row of `bytes` bytes in elements of `tensor`'s dtype.
+std::int64_t width_of(std::int64_t bytes, const at::Tensor& tensor) {
+  return bytes / static_cast<std::int64_t>(tensor.element_size());
+}
+
+// Nanoseconds, at most 30 years: a deadline beyond that is none.
+std::int64_t nanoseconds(double seconds) {
+  return static_cast<std::int64_t>(std::min(seconds, 1e9) * 1e9);
+}
+
 std::byte* data(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
 
 at::ScalarType scalar_type(cpu::DType dtype) {
@@ -85,9 +101,16 @@ class PyRank {
                rank,
                data(region),
                max_tokens,
-               static_cast<std::int64_t>(wait_timeout_s * 1e9),
-               static_cast<std::int64_t>(group_timeout_s * 1e9),
+               nanoseconds(wait_timeout_s),
+               nanoseconds(group_timeout_s),
                std::move(pids)}) {
+    const cpu::HeapShape shape{world, max_experts, dispatch_bytes, recv_bytes};
+    const auto needed = static_cast<std::int64_t>(cpu::heap_offsets(shape).block_bytes) * world;
+    demand(region.is_contiguous() && region.scalar_type() == at::kByte && region.numel() >= needed,
+           "region has " + std::to_string(region.numel()) + " bytes, wanted " +
+               std::to_string(needed));
+    demand(world >= 1 && rank >= 0 && rank < world,
+           "rank " + std::to_string(rank) + " is outside a world of " + std::to_string(world));
     rank_.interrupted = [] {
       py::gil_scoped_acquire gil;
       return PyErr_CheckSignals() != 0;
@@ -97,7 +120,12 @@ class PyRank {
   void begin(const std::string& name, std::uint64_t fingerprint, const PlanParams& params,
              std::int64_t in_row_bytes, std::int64_t out_row_bytes, const at::Tensor& expert_ids,
              const std::optional<std::string>& routing_error) {
-    check(expert_ids, "expert_ids", {expert_ids.size(0), expert_ids.size(1)}, at::kInt);
+    demand(expert_ids.dim() == 2, "expert_ids has " + std::to_string(expert_ids.dim()) +
+                                      " dimensions, wanted [tokens, topk]");
+    check(expert_ids, "expert_ids", expert_ids.sizes(), at::kInt);
+    has_plan_ = false;
+    in_row_bytes_ = in_row_bytes;
+    out_row_bytes_ = out_row_bytes;
     name_ = name;
     local_experts_ = params.local_experts;
     topk_ = expert_ids.size(1);
@@ -107,33 +135,49 @@ class PyRank {
                  out_row_bytes, params},
                 expert_ids.data_ptr<std::int32_t>(), tokens_,
                 routing_error ? routing_error->c_str() : nullptr);
+    has_plan_ = true;
   }
 
   void dispatch(const at::Tensor& x) {
+    demand_plan();
     dtype_of(x, "x");
-    check(x, "x", {tokens_, x.size(1)}, x.scalar_type());
+    check(x, "x", {tokens_, width_of(in_row_bytes_, x)}, x.scalar_type());
     py::gil_scoped_release release;
     rank_.dispatch(data(x));
   }
 
   void wait_expert(int local_expert) {
+    demand_plan();
+    demand(
+        local_expert >= 0 && local_expert < local_experts_,
+        "local expert " + std::to_string(local_expert) + " of " + std::to_string(local_experts_));
     py::gil_scoped_release release;
     rank_.wait_expert(local_expert);
   }
 
   // Rows of the layout as peers send them, [plan rows, width]; valid until the next begin().
-  at::Tensor dispatched(std::int64_t width, const at::Tensor& like) {
+  at::Tensor dispatched(const at::Tensor& like) {
+    demand_plan();
     return at::from_blob(
-        rank_.dispatch_buffer(), {rank_.plan().sizes.rows, width}, [region = region_](void*) {},
-        like.options());
+        rank_.dispatch_buffer(), {rank_.plan().sizes.rows, width_of(in_row_bytes_, like)},
+        [region = region_](void*) {}, like.options());
   }
 
   void combine(const at::Tensor& hidden, const at::Tensor& out,
                const std::vector<at::Tensor>& weights,
                const std::vector<std::optional<at::Tensor>>& biases, int tile_n, int group_bands,
                int num_consumers, int mover) {
+    demand_plan();
     const cpu::DType dtype = dtype_of(hidden, "hidden");
-    const std::int64_t rows = rank_.plan().sizes.rows, k = hidden.size(1), n = out.size(1);
+    demand(hidden.dim() == 2, "hidden is not a matrix");
+    const std::int64_t rows = rank_.plan().sizes.rows, k = hidden.size(1),
+                       n = width_of(out_row_bytes_, hidden);
+    demand(static_cast<int>(weights.size()) == local_experts_ && weights.size() == biases.size(),
+           "got " + std::to_string(weights.size()) + " weights and " +
+               std::to_string(biases.size()) + " biases, wanted " + std::to_string(local_experts_) +
+               " of each");
+    demand(tile_n >= 1 && group_bands >= 1 && num_consumers >= 1 && mover >= 0 && mover <= 2,
+           "tile_n, group_bands and num_consumers must be at least 1, mover 0, 1 or 2");
     check(hidden, "hidden", {rows, k}, hidden.scalar_type());
     check(out, "out", {rows, n}, hidden.scalar_type());
     cpu::CombineArgs args;
@@ -153,6 +197,7 @@ class PyRank {
     args.num_consumers = num_consumers;
     args.mover = static_cast<cpu::Mover>(mover);
     args.gemm = [type = scalar_type(dtype)](const cpu::GemmTile& tile) { torch_gemm(tile, type); };
+    out_ = out;  // scale() reads the rows of local experts there
     py::gil_scoped_release release;
     const at::AutoDispatchBelowAutograd below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -160,9 +205,10 @@ class PyRank {
   }
 
   void scale(const at::Tensor& weights, const at::Tensor& y) {
+    demand_plan();
     check(weights, "weights", {tokens_, topk_}, at::kFloat);
-    check(y, "y", {tokens_, y.size(1)}, y.scalar_type());
     const cpu::DType dtype = dtype_of(y, "y");
+    check(y, "y", {tokens_, width_of(out_row_bytes_, y)}, y.scalar_type());
     py::gil_scoped_release release;
     rank_.scale(weights.data_ptr<float>(), data(y), dtype);
   }
@@ -171,11 +217,13 @@ class PyRank {
   std::string failure() const { return rank_.failure(); }
 
   std::vector<std::int64_t> expert_rows() const {
+    demand_plan();
     const auto* first = rank_.plan().expert_row;
     return {first, first + local_experts_ + 1};
   }
   // Valid rows of each local expert.
   std::vector<std::int64_t> expert_valid() const {
+    demand_plan();
     std::vector<std::int64_t> rows(local_experts_, 0);
     for (int b = 0; b < rank_.plan().sizes.bands; ++b) {
       rows[rank_.plan().bands[b].expert] += rank_.plan().bands[b].rows;
@@ -184,6 +232,7 @@ class PyRank {
   }
   PlanSizes plan_sizes() const { return rank_.plan().sizes; }
   tilemoe::IterationStats stats() const { return rank_.stats(); }
+  void poison() { rank_.poison(); }
   void set_random_delays(std::int64_t max_us, std::uint64_t seed) {
     rank_.random_delay_us = max_us;
     rank_.random_delay_seed = seed;
@@ -191,9 +240,13 @@ class PyRank {
 
  private:
   at::Tensor region_;  // keeps the mapping alive
+  at::Tensor out_;
   cpu::Rank rank_;
   std::string name_;
-  std::int64_t tokens_ = 0, topk_ = 0;
+  void demand_plan() const { demand(has_plan_, "begin() has not succeeded in this call"); }
+
+  bool has_plan_ = false;
+  std::int64_t tokens_ = 0, topk_ = 0, in_row_bytes_ = 0, out_row_bytes_ = 0;
   int local_experts_ = 0;
 };
 
@@ -311,6 +364,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                    s.last_arrival, s.segments, s.backlog_at_producer_end,
                                    s.chunks_drained, s.idle_spins, s.epoch);
            })
+      .def("poison", &PyRank::poison)
       .def("set_random_delays", &PyRank::set_random_delays);
 }
 

@@ -9,16 +9,19 @@ ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
+import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_tilemoe.errors import CapacityError
+from ds_tilemoe.errors import CapacityError, TileMoEError
 
 SHM_DIR = "/dev/shm"
 
@@ -75,30 +78,37 @@ class SymmetricHeap:
     shape: HeapShape
     region: torch.Tensor = field(repr=False)  # uint8 [world * block bytes]; owns the mapping
     pids: list[int]  # of the ranks' processes, 0 where this process cannot see one
+    identity: str  # random, equal on the ranks that share the region and on no other heap
+
+
+def host_identity() -> str:
+    """Equal on two ranks if and only if they can share a heap: one kernel, one pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def open_heap(shape: HeapShape, block_bytes: int, group: dist.ProcessGroup | None) -> SymmetricHeap:
     """Map a new heap on every rank of ``group``. A collective of the group.
 
     Raises:
-        CapacityError: /dev/shm is too small, on every rank.
-        OSError: the region cannot be shared, on every rank.
+        CapacityError: there is not enough shared memory, on every rank.
+        TileMoEError: the region cannot be shared, on every rank.
     """
     nbytes = shape.world * block_bytes
-    if shape.world == 1:
-        region = mmap.mmap(-1, nbytes)
-        return SymmetricHeap(shape, _as_tensor(region), [0])
-
-    rank = dist.get_rank(group)
+    rank = 0 if shape.world == 1 else dist.get_rank(group)
     with contextlib.ExitStack() as stack:
-        fd, offer, problem = -1, None, None
+        fd, offer = -1, None
+        problem: Exception | None = None
         if rank == 0:
             try:
                 fd = _unnamed_file(nbytes)
                 stack.callback(os.close, fd)
                 status = os.fstat(fd)
-                offer = (fd, status.st_dev, status.st_ino)
-            except OSError as error:
+                offer = (fd, status.st_dev, status.st_ino, secrets.token_hex(16))
+            except Exception as error:
                 problem = error
         seen = gather((os.getpid(), offer, _explain(problem, nbytes, shape)), group)
         _raise_first([text for _, _, text in seen])
@@ -107,58 +117,57 @@ def open_heap(shape: HeapShape, block_bytes: int, group: dist.ProcessGroup | Non
             if rank != 0:
                 fd = _open_offered(pids[0], seen[0][1])
                 stack.callback(os.close, fd)
+            size = os.fstat(fd).st_size
+            if size != nbytes:
+                raise OSError(f"the region has {size} bytes, wanted {nbytes}")
             region = mmap.mmap(fd, nbytes)
-        except OSError as error:
+        except Exception as error:
             problem = error
         # Rank 0 keeps its descriptor open until all have mapped the file.
         _raise_first(gather(_explain(problem, nbytes, shape), group))
-    return SymmetricHeap(shape, _as_tensor(region), [pid if _visible(pid) else 0 for pid in pids])
+    watched = [pid if _visible(pid) else 0 for pid in pids]
+    return SymmetricHeap(shape, torch.frombuffer(region, dtype=torch.uint8), watched, seen[0][1][3])
 
 
 def _unnamed_file(nbytes: int) -> int:
-    try:
-        fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file system without O_TMPFILE
-        path = f"{SHM_DIR}/ds_tilemoe.{secrets.token_hex(16)}"
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        os.unlink(path)
+    fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         # Reserved before it is mapped: a full /dev/shm is an error here, not a SIGBUS later.
         os.posix_fallocate(fd, 0, nbytes)
-    except OSError:
+    except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _open_offered(pid: int, offer: tuple[int, int, int]) -> int:
-    remote_fd, device, inode = offer
+def _open_offered(pid: int, offer: tuple[int, int, int, str]) -> int:
+    remote_fd, device, inode, _ = offer
     fd = os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
     status = os.fstat(fd)
     if (status.st_dev, status.st_ino) != (device, inode):
         os.close(fd)
-        raise OSError(
-            f"process {pid} of this host is not rank 0 of the group: the ranks of a group must "
-            "share one host and one pid namespace"
-        )
+        raise OSError(f"process {pid} of this host is not rank 0 of the group")
     return fd
 
 
-def _explain(error: OSError | None, nbytes: int, shape: HeapShape) -> tuple[type, str] | None:
+def _explain(error: Exception | None, nbytes: int, shape: HeapShape) -> tuple[type, str] | None:
     if error is None:
         return None
-    try:
+    too_large = isinstance(error, OverflowError | MemoryError) or (
+        isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+    )
+    if too_large:
         stat = os.statvfs(SHM_DIR)
         free = stat.f_bavail * stat.f_frsize
-    except OSError:
-        free = 0
-    if free < nbytes:
         return CapacityError, (
             f"the symmetric heap does not fit {SHM_DIR}: needed {nbytes} bytes for {shape.world} "
             f"ranks at {shape.max_tokens} tokens a rank, available {free}; enlarge it (docker: "
             "--shm-size) or set a smaller max_tokens_per_rank"
         )
-    return OSError, f"the symmetric heap cannot be shared: {error}"
+    return TileMoEError, (
+        f"the symmetric heap cannot be shared: {type(error).__name__}: {error}; the ranks of a "
+        f"group must run as one user in one pid namespace of one host, with {SHM_DIR} a tmpfs"
+    )
 
 
 def _raise_first(problems: list[tuple[type, str] | None]) -> None:
@@ -166,10 +175,6 @@ def _raise_first(problems: list[tuple[type, str] | None]) -> None:
         if problem is not None:
             kind, text = problem
             raise kind(f"rank {rank} of the group: {text}")
-
-
-def _as_tensor(region: mmap.mmap) -> torch.Tensor:
-    return torch.frombuffer(region, dtype=torch.uint8)
 
 
 def _visible(pid: int) -> bool:

@@ -111,9 +111,7 @@ void run_rank(int rank, int world, int iterations, std::uint64_t seed, RankConfi
       const Iteration it = draw(seed, i, world);
       const int n = it.width, tokens = it.tokens[rank];
       const std::int64_t row_bytes = n * static_cast<std::int64_t>(sizeof(float));
-      // Nobody writes here before it has this rank's next count row.
-      std::fill_n(reinterpret_cast<float*>(self.dispatch_buffer()), 64 * n, nan);
-      std::fill_n(reinterpret_cast<float*>(self.recv_buffer()), kMaxTokens * n, nan);
+      self.poison();  // nobody writes before it has this rank's next count row
       Layer layer{"stress",
                   static_cast<Word>(i + 1),
                   it.topk,
@@ -137,7 +135,7 @@ void run_rank(int rank, int world, int iterations, std::uint64_t seed, RankConfi
       for (int e = 0; e < kLocalExperts; ++e) {
         self.wait_expert(e);
         const std::int64_t first = self.plan().expert_row[e], last = self.plan().expert_row[e + 1];
-        std::memcpy(&hidden[first * n],
+        std::memcpy(hidden.data() + first * n,
                     reinterpret_cast<const float*>(self.dispatch_buffer()) + first * n,
                     (last - first) * row_bytes);
         const int global = rank * kLocalExperts + e;

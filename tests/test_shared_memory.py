@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_tilemoe.symmetric_heap import _unnamed_file
 from ds_tilemoe.testing import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +85,10 @@ def free_bytes():
     status = os.statvfs("/dev/shm")
     return status.f_bavail * status.f_frsize
 
-names, free = set(os.listdir("/dev/shm")), free_bytes()
+def ours():
+    return {{name for name in os.listdir("/dev/shm") if "tilemoe" in name}}
+
+names, free = ours(), free_bytes()
 for number, ending in enumerate({endings}):
     children = start(sys.argv[1] + str(number), ending)
     if ending in ("KILL", "TERM", "INT"):
@@ -93,20 +97,42 @@ for number, ending in enumerate({endings}):
             os.kill(pid, getattr(signal, "SIG" + ending))
     for pid in children:
         os.waitpid(pid, 0)
-    left = set(os.listdir("/dev/shm")) - names
+    left = ours() - names
     assert not left, (ending, left)
     lost = free - free_bytes()
-    assert lost < 1 << 20, f"{{ending}}: {{lost}} bytes of /dev/shm are gone"
+    # One heap is 14 MB; in a /dev/shm that other jobs share, some of theirs may come and go.
+    assert lost < 8 << 20, f"{{ending}}: {{lost}} bytes of /dev/shm are gone"
 print("rounds", number + 1)
 """
+
+
+def private_shm(size: str, *command: str) -> list[str]:
+    """``command`` with a /dev/shm of its own, where this machine allows that."""
+    mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
+    for unshare in (["unshare", "-m"], ["unshare", "-rm"]):
+        with contextlib.suppress(OSError):
+            if subprocess.run([*unshare, "sh", "-c", mount], capture_output=True).returncode == 0:
+                return [*unshare, "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
+    return []
+
+
+def test_the_region_has_no_name_and_no_other_reader():
+    fd = _unnamed_file(1 << 16)
+    status = os.fstat(fd)
+    os.close(fd)
+    assert status.st_nlink == 0
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == 1 << 16
+    assert status.st_blocks * 512 >= 1 << 16, "not reserved"
 
 
 def test_nothing_is_left_behind_and_the_next_start_is_right(tmp_path):
     endings = ["KILL"] * 20 + ["TERM", "INT", "raise", "return"]
     script = tmp_path / "driver.py"
     script.write_text(DRIVER.format(world=WORLD, endings=endings))
+    command = [sys.executable, str(script), str(tmp_path / "store")]
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store")],
+        private_shm("256m", *command) or command,
         capture_output=True,
         text=True,
         timeout=150,
@@ -140,12 +166,9 @@ SMALL = textwrap.dedent(
 )
 
 
-@pytest.mark.skipif(
-    shutil.which("unshare") is None
-    or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
-    reason="needs the right to make a mount namespace",
-)
 def test_small_dev_shm_is_a_clear_error_on_all_ranks(tmp_path):
+    if not private_shm("64m", "true"):
+        pytest.skip("needs the right to make a mount namespace")
     script = tmp_path / "small.py"
     script.write_text(SMALL)
     port = free_port()
@@ -153,9 +176,8 @@ def test_small_dev_shm_is_a_clear_error_on_all_ranks(tmp_path):
         f"RANK={rank} {sys.executable} {script} >{tmp_path}/{rank}.log 2>&1 &"
         for rank in range(WORLD)
     )
-    shell = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && {{ {ranks} wait; }}"
     subprocess.run(
-        ["unshare", "-m", "sh", "-c", shell],
+        private_shm("64m", "sh", "-c", f"{ranks} wait"),
         timeout=90,
         env={
             **os.environ,

@@ -1,14 +1,16 @@
 // Flags of the CPU twin: every word that one thread or process writes and another waits for goes
 // through here, so that the memory model stands in one place.
 //
+// clang-format off
 // word             written by                      read by                order
-// count row ready  its source rank, once an epoch  the block's owner      store release / load
-// acquire run counter      the run's source rank           the expert's rank      add release /
-// load acquire band counter     the producer, once per N tile   consumers of the rank  add release
-// / load acquire arrival counter  consumers of the source rank    the rows' owner        add
-// release / load acquire failure code     any rank that fails             the block's owner store
-// release / load acquire claim counters   producer and consumers          the same relaxed: they
-// order nothing
+// count row ready  its source rank, once an epoch  the block's owner      store release / load acquire
+// run counter      the run's source rank           the expert's rank      add release / load acquire
+// band counter     the producer, once per N tile   consumers of the rank  add release / load acquire
+// arrival counter  consumers of the source rank    the rows' owner        add release / load acquire
+// failure time     its source rank, once           the block's owner      store release / load acquire
+// failed           any rank that fails             the block's owner      store release / load acquire
+// claim counters   producer and consumers          the same               relaxed: they order nothing
+// clang-format on
 //
 // Counters are only added to between two zeroings, and an addition is a read-modify-write, so each
 // release heads a release sequence that the acquiring load of the final value joins: a reader that

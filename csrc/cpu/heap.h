@@ -31,9 +31,9 @@ struct CountRow {
   char message[1024];  // why, if failed; always terminated
 };
 
+// Why one rank gave up. Each rank has a slot of its own in every block, so writers never meet.
 struct Failure {
-  Word claimed;  // the first rank that fails takes it and writes the message
-  Word code;     // 0 = none, else 1; released after the message
+  Word time_ns;  // of the host's monotonic clock, 0 = none; released after the message
   char message[1024];
 };
 
@@ -54,7 +54,9 @@ class Block {
   Block(std::byte* base, const HeapShape& shape, const HeapOffsets& offsets)
       : base_(base), shape_(shape), offsets_(offsets) {}
 
-  Failure& failure() const { return *reinterpret_cast<Failure*>(base_); }
+  // Set once any slot is: what waits look at.
+  Word& failed() const { return *reinterpret_cast<Word*>(base_); }
+  Failure& failure(int source) const { return reinterpret_cast<Failure*>(base_ + kLine)[source]; }
   CountRow& count_row(Word epoch, int source) const {
     return *reinterpret_cast<CountRow*>(row_base(epoch, source));
   }
@@ -88,7 +90,7 @@ class Block {
 inline HeapOffsets heap_offsets(const HeapShape& shape) {
   const auto round_up = [](std::size_t n, std::size_t to) { return (n + to - 1) / to * to; };
   HeapOffsets o{};
-  std::size_t at = round_up(sizeof(Failure), kLine);
+  std::size_t at = kLine + round_up(shape.world * sizeof(Failure), kLine);
   o.count_row_bytes = round_up(sizeof(CountRow) + shape.max_experts * sizeof(std::int32_t), kLine);
   o.counts = at;
   at += kCountHalves * shape.world * o.count_row_bytes;

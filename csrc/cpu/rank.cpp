@@ -33,20 +33,38 @@ Rank::Rank(RankConfig config) : config_(std::move(config)) {
 }
 
 std::string Rank::failure() const {
-  const Failure& failure = own().failure();
-  return flag_load(failure.code) == 0 ? std::string() : std::string(failure.message);
+  const Failure* first = nullptr;
+  for (int r = 0; r < config_.heap.world; ++r) {
+    const Failure& failure = own().failure(r);
+    if (flag_load(failure.time_ns) == 0) continue;
+    if (first == nullptr || flag_load(failure.time_ns) < flag_load(first->time_ns)) {
+      first = &failure;
+    }
+  }
+  return first == nullptr ? failed_here_ : std::string(first->message);
 }
 
 void Rank::fail(const std::string& cause) {
+  if (!failed_here_.empty()) return;
+  failed_here_ = cause;
+  const Word time_ns = static_cast<Word>(now_ns());
   for (const Block& block : blocks_) {
-    Failure& failure = block.failure();
-    if (claim_next(failure.claimed) != 0) continue;  // an earlier cause stays
+    Failure& failure = block.failure(config_.rank);
     copy_message(cause, failure.message);
-    flag_store(failure.code, 1);
+    flag_store(failure.time_ns, time_ns);
+    flag_store(block.failed(), 1);
   }
 }
 
-void Rank::throw_failed() const { throw Error(ErrorKind::deadline, failure()); }
+void Rank::poison() {
+  std::memset(own().dispatch(), 0xff, config_.heap.dispatch_bytes);
+  std::memset(own().recv(), 0xff, config_.heap.recv_bytes);
+}
+
+void Rank::check_failed() const {
+  if (failed_here_.empty() && flag_load(own().failed()) == 0) return;
+  throw Error(ErrorKind::deadline, failure());
+}
 
 template <class Ready, class Describe>
 std::int64_t Rank::wait(Ready ready, Describe describe, std::int64_t timeout_ns, int peer,
@@ -58,10 +76,10 @@ std::int64_t Rank::wait(Ready ready, Describe describe, std::int64_t timeout_ns,
     backoff.pause();
     const std::int64_t now = now_ns();
     if (started == 0) started = checked = now;
-    if (flag_load(own().failure().code) != 0) throw_failed();
+    check_failed();
     const auto give_up = [&](const std::string& why) {
       fail(rank_name(config_.rank) + " waited " + describe() + ": " + why);
-      throw_failed();
+      check_failed();
     };
     if (now - started > timeout_ns) {
       give_up("deadline of " + std::to_string(timeout_ns / 1'000'000) + " ms passed");
@@ -85,20 +103,27 @@ std::int64_t Rank::wait(Ready ready, Describe describe, std::int64_t timeout_ns,
 
 void Rank::begin(const Layer& layer, const std::int32_t* expert_ids, std::int64_t tokens,
                  const char* routing_error) {
-  if (flag_load(own().failure().code) != 0) throw_failed();
+  check_failed();
   layer_ = layer;
   layer_.plan.rank = config_.rank;
   layer_.plan.world = config_.heap.world;
   tokens_ = tokens;
+  const std::int32_t experts = config_.heap.world * layer_.plan.local_experts;
+  if (experts > config_.heap.max_experts) {  // equal on all ranks, and nothing is sent yet
+    throw Error(ErrorKind::capacity,
+                std::string("layer ") + layer.name + " has " + std::to_string(experts) +
+                    " experts, the heap was made for " + std::to_string(config_.heap.max_experts));
+  }
+  std::string error = routing_error == nullptr ? "" : routing_error;
   ++epoch_;
   stats_ = IterationStats{};
   stats_.epoch = static_cast<std::int64_t>(epoch_);
-  std::string error = routing_error == nullptr ? "" : routing_error;
   if (tokens > config_.max_tokens) tokens = 0;  // told to all below; nothing of it is read
   count_routes(expert_ids, error.empty() ? tokens : 0, &error);
   publish_counts(error);
   await_counts();
   make_plan();
+  check_capacity();
 }
 
 void Rank::count_routes(const std::int32_t* expert_ids, std::int64_t tokens, std::string* error) {
@@ -228,6 +253,21 @@ void Rank::make_plan() {
   plan_fill(params, counts_.data(), &plan_);
   stats_.segments = plan_.sizes.segments;
   band_ready_[epoch_ % kHalves].assign(plan_.sizes.bands, 0);
+}
+
+// The heap is made for max_tokens, so this only fails for a caller that made it for another layer.
+void Rank::check_capacity() {
+  const auto demand = [&](const char* room, std::int64_t needed, std::int64_t available) {
+    if (needed <= available) return;
+    const std::string cause = std::string("layer ") + layer_.name + " does not fit the " + room +
+                              " room of the heap: needed " + std::to_string(needed) +
+                              " bytes, available " + std::to_string(available);
+    fail(cause);  // other ranks may fit and would wait
+    throw Error(ErrorKind::capacity, cause);
+  };
+  demand("dispatch", plan_.sizes.rows * layer_.in_row_bytes, config_.heap.dispatch_bytes);
+  demand("receive", plan_.recv_row[own_counts_.size()] * layer_.out_row_bytes,
+         config_.heap.recv_bytes);
 }
 
 void Rank::dispatch(const std::byte* x) {
@@ -360,8 +400,8 @@ void Rank::combine(const CombineArgs& args) {
       if (worker_error.empty()) worker_error = error;
     });
   };
-  if (args.mover == Mover::consumer) start_consumers();
   try {
+    if (args.mover == Mover::consumer) start_consumers();
     produce(args);
     stats_.producer_end = now_ns() - start_ns_;
     stats_.backlog_at_producer_end =
@@ -383,7 +423,10 @@ void Rank::combine(const CombineArgs& args) {
     throw;
   }
   workers_.join();
-  if (!worker_error.empty()) throw_failed();
+  if (!worker_error.empty()) {
+    fail(rank_name(config_.rank) + " failed in layer " + layer_.name + ": " + worker_error);
+    check_failed();
+  }
   stats_.last_put = all.last_put;
   stats_.idle_spins = all.spins;
 }
@@ -428,7 +471,7 @@ void Rank::scale(const float* weights, std::byte* y, DType dtype) {
   }
   stats_.last_arrival = now_ns() - start_ns_;
   // A rank whose own rows all came must not go on alone when its peers have given up.
-  if (flag_load(own().failure().code) != 0) throw_failed();
+  check_failed();
   switch (dtype) {
     case DType::f32:
       return scale_rows(weights, reinterpret_cast<float*>(y));

@@ -80,14 +80,15 @@ class Rank {
   void combine(const CombineArgs& args);
   // y [tokens, n] = sum over k of weights [tokens, topk] * row, fp32, k ascending, one cast.
   void scale(const float* weights, std::byte* y, DType dtype);
-  // Marks the group failed in every block: peers stop waiting. The first cause stays.
+  // Marks the group failed in every block: peers stop waiting. This rank's first cause stays.
   void fail(const std::string& cause);
+  // Fills the rooms that peers write to with NaN. Tests only; between calls, when nobody writes.
+  void poison();
 
   const PlanView& plan() const { return plan_; }
   std::byte* dispatch_buffer() const { return own().dispatch(); }
-  std::byte* recv_buffer() const { return own().recv(); }
   const IterationStats& stats() const { return stats_; }
-  // The first cause of failure, or "".
+  // The earliest cause of failure that this rank can see, or "".
   std::string failure() const;
 
   // Called about every 50 ms by waits of the calling thread; true ends the wait.
@@ -106,12 +107,13 @@ class Rank {
   void publish_counts(const std::string& error);
   void await_counts();
   void make_plan();
+  void check_failed() const;
+  void check_capacity();
   Consumed consume(const CombineArgs& args, Role role, std::uint64_t seed);
   void produce(const CombineArgs& args);
   // Waits until ready(); describe() says for what. Throws Error.
   template <class Ready, class Describe>
   std::int64_t wait(Ready ready, Describe describe, std::int64_t timeout_ns, int peer, Role role);
-  [[noreturn]] void throw_failed() const;
   template <class T>
   void scale_rows(const float* weights, T* y) const;
 
@@ -119,6 +121,7 @@ class Rank {
   std::vector<Block> blocks_;
   Workers workers_;
 
+  std::string failed_here_;  // this rank's own cause, also where the heap could not take it
   Word epoch_ = 0;
   Layer layer_{};
   std::int64_t tokens_ = 0;

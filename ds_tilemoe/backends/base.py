@@ -120,7 +120,3 @@ class Backend(Protocol):
     def failure(self) -> str:
         """The first cause that made the heap unusable, or ""."""
         ...
-
-    def close(self) -> None:
-        """Give the heap back. Local; a closed backend cannot be used again."""
-        ...

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_tilemoe.backends.base import Expert, LayerShape
 from ds_tilemoe.config import TileOverlapConfig
-from ds_tilemoe.errors import DeadlineError, RankFailure, TileMoEError
+from ds_tilemoe.errors import CapacityError, DeadlineError, RankFailure, TileMoEError
 from ds_tilemoe.op_builder import CPUTileMoEBuilder
 from ds_tilemoe.routing import Routing
 from ds_tilemoe.stats import IterationStats
@@ -67,13 +67,19 @@ class CpuBackend:
 
     def ensure(self, shapes: Sequence[LayerShape], max_tokens: int) -> None:
         """See ``Backend.ensure``."""
+        self._demand_own_process("ensure()")
         wanted = self._heap_shape(shapes, max_tokens)
-        if self._heap is not None:
-            wanted = wanted.union(self._heap.shape)
-        keep = self._heap is not None and self._heap.shape == wanted and not self.failure()
-        if all(gather(keep, self.group)):
+        heap = None if self._heap is None or self.failure() else self._heap
+        # What one rank still holds need not be what another holds: all take the union.
+        offers = gather(
+            (wanted, self._heap and self._heap.shape, heap and heap.identity), self.group
+        )
+        for offer in (shape for offered in offers for shape in offered[:2] if shape is not None):
+            wanted = wanted.union(offer)
+        identities = {identity for _, _, identity in offers}
+        if heap is not None and len(identities) == 1 and heap.shape == wanted:
             return
-        self._heap = self._rank = None  # the old region goes before the new one comes
+        self._heap = self._rank = heap = None  # the old region goes before the new one comes
         bounds = (wanted.world, wanted.max_experts, wanted.dispatch_bytes, wanted.recv_bytes)
         self._heap = open_heap(wanted, self._op.block_bytes(*bounds), self.group)
         self._rank = self._op.Rank(
@@ -95,7 +101,13 @@ class CpuBackend:
             local_experts = shape.num_experts // self.world
             size = shape.dtype.itemsize
             rows_in = self.world * max_tokens * min(shape.topk, local_experts)
-            rows = self._op.plan_bounds(self._params(shape), rows_in)[0]
+            try:
+                rows = self._op.plan_bounds(self._params(shape), rows_in)[0]
+            except ValueError as error:
+                raise CapacityError(
+                    f"layer {shape.name} at max_tokens_per_rank {max_tokens}: {error}; set a "
+                    "smaller max_tokens_per_rank"
+                ) from None
             dispatch = max(dispatch, rows * shape.hidden * size)
             recv = max(recv, max_tokens * shape.topk * shape.out * size)
         experts = max(shape.num_experts for shape in shapes)
@@ -120,15 +132,6 @@ class CpuBackend:
         """The first cause that made the heap unusable, or ""."""
         return self._rank.failure() if self._rank is not None else ""
 
-    def fail(self, cause: str) -> None:
-        """Mark the group failed, so that no peer waits for this rank."""
-        if self._rank is not None:
-            self._rank.fail(cause)
-
-    def close(self) -> None:
-        """See ``Backend.close``."""
-        self._heap = self._rank = None
-
     # -- one layer --------------------------------------------------------------------------
 
     def forward(
@@ -141,11 +144,7 @@ class CpuBackend:
         """See ``Backend.forward``."""
         if self._rank is None:
             raise TileMoEError(f"layer {shape.name}: the backend has no heap; call ensure() first")
-        if os.getpid() != self._pid:
-            raise TileMoEError(
-                f"layer {shape.name} runs in a forked process (pid {os.getpid()}, heap made by "
-                f"{self._pid}); start worker processes with the 'spawn' method"
-            )
+        self._demand_own_process(f"layer {shape.name}")
         if not self._in_call.acquire(blocking=False):
             raise TileMoEError(
                 f"layer {shape.name}: another thread is inside a layer of the same group; the "
@@ -156,6 +155,13 @@ class CpuBackend:
         finally:
             self._in_call.release()
 
+    def _demand_own_process(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise TileMoEError(
+                f"{what} runs in a forked process (pid {os.getpid()}, backend made by "
+                f"{self._pid}); start worker processes with the 'spawn' method"
+            )
+
     def _forward(
         self,
         shape: LayerShape,
@@ -163,59 +169,75 @@ class CpuBackend:
         x: torch.Tensor,
         routing: Routing | Exception,
     ) -> torch.Tensor:
-        rank, tokens = self._rank, x.shape[0]
+        rank = self._rank
         problem = _local_problem(shape, x, routing)
+        try:
+            self._begin(shape, routing, problem)
+            assert isinstance(routing, Routing)
+            y = self._move(shape, experts, x, routing)
+        except RankFailure as failure:  # all ranks raise it, and the heap stays usable
+            raise failure from problem
+        except CapacityError:
+            raise
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"layer {shape.name}: the expert-parallel group has failed: {error}. "
+                "ds_tilemoe.apply() on all ranks makes a new heap."
+            ) from None
+        except BaseException as error:
+            # Peers wait for this rank's counts or rows; they raise with this cause.
+            cause = f"{type(error).__name__}: {error}"
+            rank.fail(
+                _plain(f"rank {self.rank} of the group failed in layer {shape.name}: {cause}")
+            )
+            raise
+        self.last_stats = IterationStats(*rank.stats())
+        self.last_plan_sizes = rank.plan_sizes()
+        return y
+
+    def _begin(
+        self, shape: LayerShape, routing: Routing | Exception, problem: Exception | None
+    ) -> None:
+        """Count exchange and plan."""
         if problem is None:
             assert isinstance(routing, Routing)
             ids = routing.expert_ids.to(torch.int32).contiguous()
         else:
             ids = torch.empty(0, shape.topk, dtype=torch.int32)
         size = shape.dtype.itemsize
-        try:
-            rank.begin(
-                name=shape.name,
-                fingerprint=self._fingerprint(shape),
-                params=self._params(shape),
-                in_row_bytes=shape.hidden * size,
-                out_row_bytes=shape.out * size,
-                expert_ids=ids,
-                routing_error=None if problem is None else f"{type(problem).__name__}: {problem}",
-            )
-        except RankFailure as failure:
-            raise failure from problem
-        except DeadlineError as error:
-            raise self._in_layer(shape, error) from None
-        assert isinstance(routing, Routing)
-        try:
-            rank.dispatch(x.contiguous())
-            hidden = self._fronts(shape, experts, x)
-            out = torch.empty(hidden.shape[0], shape.out, dtype=shape.dtype)
-            rank.combine(
-                hidden=hidden,
-                out=out,
-                weights=[expert.down_weight.detach().contiguous() for expert in experts],
-                biases=[
-                    None if expert.down_bias is None else expert.down_bias.detach().contiguous()
-                    for expert in experts
-                ],
-                tile_n=self._tile_n(shape.out),
-                group_bands=1,  # one producer thread: a band is done before the next begins
-                num_consumers=self._num_consumers(),
-                mover=_MOVERS[self.mover],
-            )
-            y = torch.empty(tokens, shape.out, dtype=shape.dtype)
-            rank.scale(routing.weights.float().contiguous(), y)
-        except DeadlineError as error:
-            raise self._in_layer(shape, error) from None
-        except BaseException as error:
-            # Peers already wait for this rank's rows; they raise with this cause.
-            rank.fail(
-                f"rank {self.rank} of the group failed in layer {shape.name}: "
-                f"{type(error).__name__}: {error}"
-            )
-            raise
-        self.last_stats = IterationStats(*rank.stats())
-        self.last_plan_sizes = rank.plan_sizes()
+        self._rank.begin(
+            name=shape.name,
+            fingerprint=self._fingerprint(shape),
+            params=self._params(shape),
+            in_row_bytes=shape.hidden * size,
+            out_row_bytes=shape.out * size,
+            expert_ids=ids,
+            routing_error=problem and _plain(f"{type(problem).__name__}: {problem}"),
+        )
+
+    def _move(
+        self, shape: LayerShape, experts: Sequence[Expert], x: torch.Tensor, routing: Routing
+    ) -> torch.Tensor:
+        """Dispatch, expert GEMMs beside the combine, scale."""
+        rank = self._rank
+        rank.dispatch(x.contiguous())
+        hidden = self._fronts(shape, experts, x)
+        out = torch.empty(hidden.shape[0], shape.out, dtype=shape.dtype)
+        rank.combine(
+            hidden=hidden,
+            out=out,
+            weights=[expert.down_weight.detach().contiguous() for expert in experts],
+            biases=[
+                None if expert.down_bias is None else expert.down_bias.detach().contiguous()
+                for expert in experts
+            ],
+            tile_n=self._tile_n(shape.out),
+            group_bands=1,  # one producer thread: a band is done before the next begins
+            num_consumers=self._num_consumers(),
+            mover=_MOVERS[self.mover],
+        )
+        y = torch.empty(x.shape[0], shape.out, dtype=shape.dtype)
+        rank.scale(routing.weights.float().contiguous(), y)
         return y
 
     def _fronts(
@@ -224,7 +246,7 @@ class CpuBackend:
         """Everything before the down projection, expert by expert as their rows come in."""
         rank = self._rank
         first = rank.expert_rows()
-        rows = rank.dispatched(shape.hidden, x)
+        rows = rank.dispatched(x)
         hidden = torch.empty(first[-1], shape.ffn, dtype=shape.dtype)
         # Pad rows of the compact layout stand behind an expert's last row and stay out of front();
         # those of the aligned layout stand between runs and go with it: nobody reads the result.
@@ -267,15 +289,18 @@ class CpuBackend:
         text = f"{shape}{self.config.layout}{self.tile_m}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
-    def _in_layer(self, shape: LayerShape, error: DeadlineError) -> DeadlineError:
-        return DeadlineError(
-            f"layer {shape.name}: the expert-parallel group has failed: {error}. "
-            "ds_tilemoe.apply() on all ranks makes a new heap."
-        )
-
     def set_random_delays(self, max_us: int, seed: int) -> None:
         """Sleep up to ``max_us`` at the protocol's meeting points; 0 = off. For tests."""
         self._rank.set_random_delays(max_us, seed)
+
+    def poison(self) -> None:
+        """Fill this rank's rooms with NaN; between calls, when no peer writes. For tests."""
+        self._rank.poison()
+
+
+def _plain(text: str) -> str:
+    """``text`` as UTF-8 can hold it: it crosses into C++ and to other ranks."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _bands_per_segment(config: TileOverlapConfig) -> int:

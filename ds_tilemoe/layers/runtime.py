@@ -15,11 +15,12 @@ from ds_tilemoe.backends.base import Backend, LayerShape
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import BuildError, DeadlineError, TileMoEError
 from ds_tilemoe.layers.agreement import Decision, Message, Offer, agree
+from ds_tilemoe.symmetric_heap import host_identity
 
 logger = logging.getLogger("ds_tilemoe")
 
 # Settings that change what ranks send each other; all ranks of a group must have the same.
-PROTOCOL = ("backend", "layout", "tile_m", "tile_n", "dispatch", "transport", "max_tokens_per_rank")
+PROTOCOL = ("backend", "layout", "tile_m", "dispatch", "transport", "max_tokens_per_rank")
 LEAST_TOKENS = 1024
 
 
@@ -107,8 +108,8 @@ class Runtime:
             return offers, None
         try:
             prepare_backend()
-        except BuildError as error:
-            if self.config.backend != "auto":
+        except Exception as error:
+            if self.config.backend != "auto" or not isinstance(error, BuildError):
                 return offers, str(error)
             reason = f"the CPU backend could not be built: {error}"
             return [Offer(offer.layer, reason) for offer in offers], None
@@ -126,6 +127,7 @@ class Runtime:
             ("the version of ds_tilemoe", ds_tilemoe.__version__),
             ("the version of torch", torch.__version__),
             ("the version of deepspeed", deepspeed.__version__),
+            ("the host (boot id and pid namespace)", host_identity()),
         )
         return tuple((name, getattr(self.config, name)) for name in PROTOCOL) + versions
 
@@ -154,9 +156,9 @@ def prepare_backend() -> None:
 
 def make_backend(group: dist.ProcessGroup | None, config: TileOverlapConfig) -> Backend:
     """The backend of one group; the only place that picks one."""
-    from ds_tilemoe.backends import backend_for
+    from ds_tilemoe.backends.cpu import CpuBackend
 
-    return backend_for(group, config)
+    return CpuBackend(group, config)
 
 
 class Session:

@@ -1,0 +1,130 @@
+"""The extension refuses what would read or write out of bounds; nothing here reaches a peer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_tilemoe.errors import CapacityError
+from ds_tilemoe.op_builder import CPUTileMoEBuilder
+
+TOKENS, WIDTH = 40, 32
+
+
+@pytest.fixture(scope="module")
+def op():
+    return CPUTileMoEBuilder().load()
+
+
+def params_of(op, local_experts=2):
+    return op.PlanParams(
+        world=1,
+        rank=0,
+        local_experts=local_experts,
+        tile_m=16,
+        layout=0,
+        bands_per_segment=1,
+        local_tail_bands=-1,
+        chunk_rows=8,
+    )
+
+
+def make(op, **changes):
+    shape = {"world": 1, "max_experts": 2, "dispatch_bytes": 1 << 16, "recv_bytes": 1 << 16}
+    shape |= changes
+    region = torch.zeros(op.block_bytes(*shape.values()), dtype=torch.uint8)
+    limits = {"max_tokens": 64, "wait_timeout_s": 1.0, "group_timeout_s": 1e300, "pids": [0]}
+    return op.Rank(region=region, rank=0, **shape, **limits)
+
+
+def begin(op, rank, local_experts=2):
+    rank.begin(
+        name="layer",
+        fingerprint=1,
+        params=params_of(op, local_experts),
+        in_row_bytes=WIDTH * 4,
+        out_row_bytes=WIDTH * 4,
+        expert_ids=torch.zeros(TOKENS, 1, dtype=torch.int32),
+        routing_error=None,
+    )
+    return rank
+
+
+def combine(rank, **changes):
+    arguments = {
+        "hidden": torch.ones(48, WIDTH),
+        "out": torch.empty(48, WIDTH),
+        "weights": [torch.eye(WIDTH)] * 2,
+        "biases": [None] * 2,
+        "tile_n": 16,
+        "group_bands": 1,
+        "num_consumers": 1,
+        "mover": 0,
+    }
+    rank.combine(**arguments | changes)
+
+
+def test_a_right_call(op):
+    rank = begin(op, make(op))
+    x = torch.randn(TOKENS, WIDTH)
+    rank.dispatch(x)
+    rank.wait_expert(0)
+    assert torch.equal(rank.dispatched(x)[:TOKENS], x)
+    combine(rank, hidden=rank.dispatched(x).clone())
+    y = torch.empty(TOKENS, WIDTH)
+    rank.scale(torch.full((TOKENS, 1), 2.0), y)
+    assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rank: rank.dispatch(torch.ones(TOKENS, 1)),
+        lambda rank: rank.dispatch(torch.ones(TOKENS - 1, WIDTH)),
+        lambda rank: rank.dispatch(torch.ones(TOKENS, WIDTH, dtype=torch.float64)),
+        lambda rank: rank.dispatch(torch.ones(WIDTH, TOKENS).t()),
+        lambda rank: rank.wait_expert(2),
+        lambda rank: combine(rank, biases=[]),
+        lambda rank: combine(rank, weights=[torch.eye(WIDTH)]),
+        lambda rank: combine(rank, weights=[torch.eye(WIDTH + 1)] * 2),
+        lambda rank: combine(rank, out=torch.empty(48, 1)),
+        lambda rank: combine(rank, hidden=torch.ones(47, WIDTH)),
+        lambda rank: combine(rank, tile_n=0),
+        lambda rank: combine(rank, num_consumers=0),
+        lambda rank: combine(rank, mover=3),
+        lambda rank: rank.scale(torch.ones(TOKENS, 1), torch.empty(TOKENS, 1)),
+        lambda rank: rank.scale(torch.ones(TOKENS, 2), torch.empty(TOKENS, WIDTH)),
+    ],
+)
+def test_wrong_tensors_are_refused(op, call):
+    with pytest.raises(ValueError, match=r"wanted|must be|of 2"):
+        call(begin(op, make(op)))
+
+
+def test_nothing_before_begin(op):
+    rank = make(op)
+    for call in (rank.expert_rows, rank.expert_valid, lambda: rank.wait_expert(0)):
+        with pytest.raises(ValueError, match="begin"):
+            call()
+
+
+def test_a_heap_made_for_less_is_refused(op):
+    with pytest.raises(CapacityError, match="has 3 experts, the heap was made for 2"):
+        begin(op, make(op), local_experts=3)
+    with pytest.raises(CapacityError, match="dispatch room of the heap: needed 6144 bytes"):
+        begin(op, make(op, dispatch_bytes=64))
+    with pytest.raises(CapacityError, match="receive room of the heap: needed 5120 bytes"):
+        begin(op, make(op, recv_bytes=64))
+    with pytest.raises(ValueError, match="region has"):
+        op.Rank(
+            region=torch.zeros(64, dtype=torch.uint8),
+            rank=0,
+            world=1,
+            max_experts=2,
+            dispatch_bytes=1 << 16,
+            recv_bytes=1 << 16,
+            max_tokens=64,
+            wait_timeout_s=1.0,
+            group_timeout_s=1.0,
+            pids=[0],
+        )
