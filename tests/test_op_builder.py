@@ -21,7 +21,7 @@ import pytest
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from ds_tilemoe.errors import BuildError
-from ds_tilemoe.op_builder import CPUTileMoEBuilder, jit, report_cli
+from ds_tilemoe.op_builder import CPUTileMoEBuilder, extension, jit, report_cli
 from ds_tilemoe.op_builder import cpu as cpu_builder
 
 BINDINGS = """
@@ -144,6 +144,24 @@ def test_leftovers_of_dead_builds_are_removed(root: Path) -> None:
     assert [path.name for path in (home / key).iterdir()] == [f"{Builder.NAME}.so"]
 
 
+def test_what_compilers_leave_behind_goes_with_the_build(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = jit.find_compiler()
+    assert real is not None
+    untidy = root.parent / "untidy-c++"
+    untidy.write_text(
+        f'#!/bin/sh\nmkdir -p "$TMPDIR/left/$$"\ntouch "$TMPDIR/$$"\nexec {real[0]} "$@"\n'
+    )
+    untidy.chmod(0o755)
+    monkeypatch.setenv("CXX", str(untidy))
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    assert Builder(root).load().answer() == 42
+    home = jit.cache_root() / Builder.NAME
+    assert {path.suffix for path in home.iterdir()} == {"", ".lock"}
+    assert [path.name for path in home.glob("*/*")] == [f"{Builder.NAME}.so"]
+
+
 def test_key_follows_all_that_matters(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = jit.find_compiler()
     assert compiler is not None
@@ -166,7 +184,7 @@ def test_key_follows_all_that_matters(root: Path, monkeypatch: pytest.MonkeyPatc
     seen.add(key())
     monkeypatch.setattr("torch.__version__", "2.99.0")
     seen.add(key())
-    monkeypatch.setattr(jit, "_compiler_version", lambda compiler: "another")
+    monkeypatch.setattr(extension, "compiler_version", lambda compiler: "another")
     seen.add(key())
     assert len(seen) == 7
 
@@ -305,4 +323,4 @@ def test_report_lists_the_op(
     report_cli.main()
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("tilemoe_cpu"))
     assert "[OKAY]" in line
-    assert set(ALL_OPS) == {"tilemoe_cpu"}
+    assert set(ALL_OPS) == {"tilemoe_cpu", "tilemoe_cuda"}

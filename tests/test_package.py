@@ -23,7 +23,7 @@ import sys, torch, ds_tilemoe
 from ds_tilemoe.backends.base import LayerShape
 from ds_tilemoe.backends.cpu import CpuBackend
 from ds_tilemoe.config import load_config
-from ds_tilemoe.op_builder.cpu import csrc_root
+from ds_tilemoe.op_builder.base import csrc_root
 from ds_tilemoe.routing import Routing
 
 class Expert:
@@ -126,6 +126,17 @@ def test_ranges_that_are_promised() -> None:
     extras = project["optional-dependencies"]
     assert "nvidia-nvshmem-cu13==3.4.5" in extras["cuda"]
     assert "transformers>=5.0,<5.23" in extras["hf"]
+
+
+def test_what_the_cuda_op_is_built_with_is_pinned_alike() -> None:
+    from ds_tilemoe.op_builder import toolkit
+
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert extras["nvcc"] == list(toolkit.CUDA_REQUIREMENTS)
+    assert {toolkit.CUTLASS_REQUIREMENT, toolkit.NVSHMEM_REQUIREMENT} <= set(extras["cuda"])
+    installed = (REPO / ".ci" / "run").read_text()
+    for requirement in (*extras["nvcc"], toolkit.CUTLASS_REQUIREMENT, toolkit.NVSHMEM_REQUIREMENT):
+        assert requirement in installed
 
 
 def test_tools_are_pinned_alike() -> None:

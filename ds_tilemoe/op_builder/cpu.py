@@ -8,54 +8,20 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-from deepspeed.ops.op_builder.builder import OpBuilder
-
 from ds_tilemoe.errors import BuildError
-from ds_tilemoe.op_builder.jit import Extension, find_compiler, load_extension
+from ds_tilemoe.op_builder.base import TileMoEBuilder
+from ds_tilemoe.op_builder.extension import Extension, load_extension
+from ds_tilemoe.op_builder.jit import find_compiler
 
 # std::atomic_ref of C++20 is what the shared-memory protocol is written with.
 _PROBE = "#include <atomic>\n#include <Python.h>\nstatic_assert(__cpp_lib_atomic_ref >= 201806L);\n"
 
 
-def csrc_root() -> Path:
-    """The C++ sources: inside the package in a wheel, beside it in a source checkout.
-
-    Raises:
-        BuildError: neither place holds them.
-    """
-    package = Path(__file__).resolve().parent.parent
-    places = [package / "csrc", package.parent / "csrc"]
-    for place in places:
-        if (place / "plan_abi.h").is_file():
-            return place
-    raise BuildError(
-        f"no C++ sources: got neither of {[str(place) for place in places]}; wanted plan_abi.h in "
-        "one; fix: install ds_tilemoe again"
-    )
-
-
-class CPUTileMoEBuilder(OpBuilder):
-    """Builds and loads ``csrc/bindings.cpp``, ``csrc/cpu`` and ``csrc/planner`` as ``tilemoe_cpu``.
-
-    Args:
-        root: directory of the sources; None = those of the package.
-    """
+class CPUTileMoEBuilder(TileMoEBuilder):
+    """Makes the module ``tilemoe_cpu`` of ``csrc/bindings.cpp``, ``csrc/cpu``, ``csrc/planner``."""
 
     BUILD_VAR = "DS_BUILD_TILEMOE_CPU"
     NAME = "tilemoe_cpu"
-
-    def __init__(self, root: Path | None = None) -> None:
-        super().__init__(name=self.NAME)
-        self._root = root
-
-    @property
-    def root(self) -> Path:
-        """Directory of the C++ sources."""
-        return self._root or csrc_root()
-
-    def absolute_name(self) -> str:
-        """Name under which DeepSpeed would look for a prebuilt op; there is none."""
-        return f"ds_tilemoe.op_builder.{self.NAME}"
 
     def sources(self) -> list[str]:
         """Absolute paths of the .cpp files."""
@@ -97,23 +63,6 @@ class CPUTileMoEBuilder(OpBuilder):
 
         libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-lrt", "-pthread"]
         return [*(f"-L{path}" for path in library_paths()), *libraries]
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be built here. With ``verbose``, the reason is printed if not."""
-        self.error_log = self._obstacle()
-        if self.error_log and verbose:
-            self.warning(self.error_log)
-        return self.error_log is None
-
-    def load(self, verbose: bool = False) -> ModuleType:
-        """The extension module, built if need be; once a process.
-
-        Raises:
-            BuildError: see the message for the command that failed and the fix.
-        """
-        if self.name not in OpBuilder._loaded_ops:
-            OpBuilder._loaded_ops[self.name] = self.jit_load(verbose)
-        return OpBuilder._loaded_ops[self.name]
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
         """As load(), without the look at what this process has loaded."""

@@ -1,4 +1,4 @@
-"""Compiles C++ sources into a Python extension, once per content, for any number of processes.
+"""Builds a shared library from sources once per content, for any number of processes.
 
 The cache is content addressed: all that goes into the result is in the key, so a directory is never
 stale and no time stamp is compared. A build works in a directory of its own and moves the result
@@ -13,8 +13,6 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
-import importlib.machinery
-import importlib.util
 import logging
 import os
 import platform
@@ -22,14 +20,12 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol
 
 from ds_tilemoe.errors import BuildError
 
@@ -40,45 +36,50 @@ COMMAND_LIMIT_S = 900.0  # no single compile may hold the lock longer
 ERROR_LINES = 12  # of the compiler's output in a BuildError
 
 
-@dataclass(frozen=True)
-class Extension:
-    """What is to be built.
+class Recipe(Protocol):
+    """How one library is made.
 
     Attributes:
-        name: module name; the sources see it as TORCH_EXTENSION_NAME.
-        root: directory of the sources; all .h and .cpp files below it enter the key.
-        sources: the .cpp files to compile.
-        compiler: the C++ compiler's command line, without flags.
-        cxx_flags: flags of each compilation, include paths among them.
-        link_flags: flags of the link.
-        keys: anything else that the result depends on (versions).
+        name: of the op; its folder in the cache.
+        library: file name of the result.
     """
 
-    name: str
-    root: Path
-    sources: tuple[Path, ...]
-    compiler: tuple[str, ...]
-    cxx_flags: tuple[str, ...]
-    link_flags: tuple[str, ...]
-    keys: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def library(self) -> str: ...
 
     def key(self) -> str:
-        """Hash of sources, headers, flags, versions, compiler and kind of machine."""
-        digest = hashlib.sha256()
-        parts = [self.name, sysconfig.get_config_var("SOABI") or sys.version, *self.keys]
-        parts += [
-            *self.cxx_flags,
-            *self.link_flags,
-            _compiler_version(self.compiler),
-            platform.machine(),
-        ]
-        for part in parts:
-            digest.update(part.encode() + b"\0")
-        files = (path for path in self.root.rglob("*") if path.suffix in (".h", ".cpp"))
-        for path in sorted(files):
-            digest.update(str(path.relative_to(self.root)).encode() + b"\0")
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-        return digest.hexdigest()[:20]
+        """Hash of all that the result depends on; see content_key."""
+        ...
+
+    def compile_commands(self, work: Path) -> list[list[str]]:
+        """Commands that write into ``work`` and do not depend on each other."""
+        ...
+
+    def link_commands(self, work: Path) -> list[list[str]]:
+        """Commands that run after those, in order; the last writes ``work / library``."""
+        ...
+
+    def fault(self, output: str) -> str | None:
+        """What is wrong with the output of a command that ended well; None if nothing is."""
+        ...
+
+    def fix(self, output: str) -> str:
+        """What to do about a command that failed, or whose output has a fault."""
+        ...
+
+
+def content_key(parts: Sequence[str], root: Path, suffixes: Collection[str]) -> str:
+    """Hash of ``parts``, the kind of machine, and the files below ``root`` with these suffixes."""
+    digest = hashlib.sha256()
+    for part in (*parts, platform.machine()):
+        digest.update(part.encode() + b"\0")
+    for path in sorted(path for path in root.rglob("*") if path.suffix in suffixes):
+        digest.update(str(path.relative_to(root)).encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:20]
 
 
 def cache_root() -> Path:
@@ -98,48 +99,33 @@ def find_compiler() -> tuple[str, ...] | None:
     return None
 
 
-def load_extension(extension: Extension, *, verbose: bool = False) -> ModuleType:
-    """Loads the extension, compiling it first if no process has done so.
+def build_library(recipe: Recipe, *, verbose: bool = False) -> Path:
+    """Path of the library, made first if no process has done so.
 
-    Of any number of processes that call this at once, one compiles; the others wait for it.
+    Of any number of processes that call this at once, one builds; the others wait for it.
 
     Args:
-        extension: what to build.
+        recipe: what to build.
         verbose: print each command.
 
     Raises:
-        BuildError: compiling or loading failed, or the cache directory cannot be written.
+        BuildError: a command failed, or the cache directory cannot be written.
     """
-    home = cache_root() / extension.name
-    key = extension.key()
-    library = home / key / f"{extension.name}.so"
+    home = cache_root() / recipe.name
+    key = recipe.key()
+    library = home / key / recipe.library
     if not library.exists():
         try:
             home.mkdir(parents=True, exist_ok=True)
             with _build_lock(home / f"{key}.lock") as failure:
                 if not library.exists():
-                    _build_recorded(extension, library, failure, verbose)
+                    _build_recorded(recipe, library, failure, verbose)
         except OSError as error:
             raise BuildError(
-                f"op {extension.name}: the build cache {str(home)!r} cannot be used ({error}); "
+                f"op {recipe.name}: the build cache {str(home)!r} cannot be used ({error}); "
                 "wanted a writable directory; fix: set TORCH_EXTENSIONS_DIR to one"
             ) from error
-    return _import(extension.name, library)
-
-
-def _import(name: str, library: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
-    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
-    assert spec is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    except ImportError as error:
-        raise BuildError(
-            f"op {name}: {str(library)!r} was built and does not load ({error}); wanted a library "
-            f"for this Python and torch; fix: remove {str(library.parent)!r} and start again"
-        ) from error
-    return module
+    return library
 
 
 @contextlib.contextmanager
@@ -184,19 +170,19 @@ class _Failure:
         return None
 
 
-def _build_recorded(extension: Extension, library: Path, failure: _Failure, verbose: bool) -> None:
+def _build_recorded(recipe: Recipe, library: Path, failure: _Failure, verbose: bool) -> None:
     """Builds under the lock, unless the build that this process waited for has just failed."""
     if message := failure.while_waiting():
         raise BuildError(message)
     failure.path.unlink(missing_ok=True)
     try:
-        _build(extension, library, verbose)
+        _build(recipe, library, verbose)
     except BuildError as error:
         failure.path.write_text(str(error))
         raise
 
 
-def _build(extension: Extension, library: Path, verbose: bool) -> None:
+def _build(recipe: Recipe, library: Path, verbose: bool) -> None:
     home, key = library.parent.parent, library.parent.name
     # Whoever left these is dead or past needing them: we hold the lock of this key.
     for leftover in home.glob(f"{key}.part-*"):
@@ -204,27 +190,23 @@ def _build(extension: Extension, library: Path, verbose: bool) -> None:
     shutil.rmtree(library.parent, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=home))
     try:
-        objects = [
-            work / f"{number}-{path.stem}.o" for number, path in enumerate(extension.sources)
-        ]
-        commands = [
-            [*extension.compiler, *extension.cxx_flags, "-c", str(source), "-o", str(target)]
-            for source, target in zip(extension.sources, objects, strict=True)
-        ]
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool:
-            done = [pool.submit(_run, extension.name, command, verbose) for command in commands]
+            commands = recipe.compile_commands(work)
+            done = [pool.submit(_run, recipe, command, work, verbose) for command in commands]
             try:
                 for future in concurrent.futures.as_completed(done):
                     future.result()
             except BuildError:
                 pool.shutdown(cancel_futures=True)
                 raise
-        target = str(work / library.name)
-        linked = [*extension.compiler, "-shared", *map(str, objects), *extension.link_flags]
-        _run(extension.name, [*linked, "-o", target], verbose)
-        for path in objects:
-            path.unlink()
+        for command in recipe.link_commands(work):
+            _run(recipe, command, work, verbose)
+        for path in work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != library.name:
+                path.unlink()
         work.chmod(0o755)
         work.rename(library.parent)
     except BaseException:
@@ -232,13 +214,14 @@ def _build(extension: Extension, library: Path, verbose: bool) -> None:
         raise
 
 
-def _run(name: str, command: Sequence[str], verbose: bool) -> None:
+def _run(recipe: Recipe, command: Sequence[str], work: Path, verbose: bool) -> None:
     shown = shlex.join(command)
     if verbose:
         print(shown, flush=True)
     try:
         result = subprocess.run(
             command,
+            env={**os.environ, "TMPDIR": str(work)},  # what a killed compiler leaves goes with it
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -248,33 +231,39 @@ def _run(name: str, command: Sequence[str], verbose: bool) -> None:
         )
     except subprocess.TimeoutExpired:
         raise BuildError(
-            f"op {name}: this command took more than {COMMAND_LIMIT_S:.0f} s and was ended: "
+            f"op {recipe.name}: this command took more than {COMMAND_LIMIT_S:.0f} s and was ended: "
             f"{shown}; fix: see whether the machine is out of memory"
         ) from None
     if result.returncode == 0:
+        if fault := recipe.fault(result.stdout):
+            raise BuildError(
+                f"op {recipe.name}: this command's result may not be used: {shown}\n  {fault}\n"
+                f"fix: {recipe.fix(result.stdout)}"
+            )
         return
     lines = [line for line in result.stdout.splitlines() if line.strip()]
     first = next((i for i, line in enumerate(lines) if "error" in line or "fatal" in line), 0)
     told = "\n  ".join(lines[first : first + ERROR_LINES]) or "(no output)"
-    killed = result.returncode < 0 or "Killed" in result.stdout
-    fix = "free memory or set MAX_JOBS=1" if killed else _fix_of(result.stdout)
     raise BuildError(
-        f"op {name}: this command failed (exit {result.returncode}): {shown}\n  {told}\nfix: {fix}"
+        f"op {recipe.name}: this command failed (exit {result.returncode}): {shown}\n  {told}\n"
+        f"fix: {_common_fix(result) or recipe.fix(result.stdout)}"
     )
 
 
-def _fix_of(output: str) -> str:
-    if "Python.h" in output:
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        return f"install the header files of Python {version} (e.g. python{version}-dev)"
-    if "No space left" in output:
+def _common_fix(result: subprocess.CompletedProcess[str]) -> str | None:
+    if result.returncode < 0 or "Killed" in result.stdout or "signal 9" in result.stdout:
+        return "free memory or set MAX_JOBS=1"
+    if "No space left" in result.stdout:
         return "make room on the disk of the build cache, or set TORCH_EXTENSIONS_DIR to another"
-    if "std=c++" in output or "atomic_ref" in output:
-        return "use a compiler with C++20 (GCC 10 or newer): set CXX to it"
-    return "install a C++20 compiler that matches this torch (GCC 10 or newer), or set CXX to one"
+    return None
 
 
-def _compiler_version(compiler: Sequence[str]) -> str:
+def compiler_version(compiler: Sequence[str]) -> str:
+    """The command, and what it prints for ``--version``.
+
+    Raises:
+        BuildError: it does not run.
+    """
     try:
         result = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False

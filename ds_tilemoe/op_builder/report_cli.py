@@ -22,7 +22,12 @@ def main() -> None:
     register()
     from deepspeed import env_report
 
+    from ds_tilemoe.op_builder import CUDATileMoEBuilder
+    from ds_tilemoe.op_builder.cuda_library import device_obstacle
+
     env_report.cli_main()
+    # The table says what can be built; the CUDA op is built on machines that cannot run it, too.
+    print(f"{CUDATileMoEBuilder.NAME} on this machine: {device_obstacle() or 'it can run'}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,224 @@
+"""NVSHMEM in this process: device memory that every rank of the world can reach.
+
+NVSHMEM starts once a process, over the whole world, so its PE numbers are the world's ranks and a
+smaller group uses those of its members. nvshmem4py owns the host library; our kernels' library has
+device state of its own and is attached to it (csrc/transport). Nothing ends by itself: a collective
+that a garbage collector or an exit handler starts on one rank hangs there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_tilemoe.errors import BuildError, CapacityError, TileMoEError
+
+# Set before NVSHMEM starts, unless the user has set them.
+ENVIRONMENT = {
+    # A program that uses NVLink multicast can put the GPUs of a shared host out of service.
+    "NVSHMEM_DISABLE_NVLS": "1",
+    # We use none of its collectives on streams, for which it would make NCCL communicators.
+    "NVSHMEM_DISABLE_NCCL": "1",
+}
+ENVIRONMENT_ON_ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none"}  # no search for network devices
+
+# NVSHMEM takes device memory in pieces of this size (its NVSHMEM_CUMEM_GRANULARITY).
+GRANULARITY = 512 << 20
+
+_running: Transport | None = None
+
+
+class Transport:
+    """The running NVSHMEM of this process; :func:`start` makes it.
+
+    Attributes:
+        rank: this process in the world, and its PE.
+        world: ranks of the world.
+    """
+
+    def __init__(self, library: ctypes.CDLL, device: torch.device, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self._library = library
+        self._device = device
+        self._blocks: dict[int, int] = {}  # address -> bytes
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Symmetric memory, not zeroed. A collective of the world; no stream may wait on a flag.
+
+        The tensor does not own it: it lives until :meth:`free` or :meth:`close`.
+
+        Args:
+            nbytes: at least 1; equal on every rank.
+
+        Returns:
+            [nbytes] uint8 on this process's device.
+
+        Raises:
+            CapacityError: a rank has too little memory; on every rank, and nothing is allocated.
+            TileMoEError: the ranks ask for different sizes; on every rank.
+        """
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if free < nbytes + GRANULARITY:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self._device)
+        asked = _gather((nbytes, free))
+        if min(asked)[0] != max(asked)[0] or nbytes < 1:
+            raise TileMoEError(
+                f"symmetric memory: got sizes {[size for size, _ in asked]} from the ranks; wanted "
+                "one size above 0; fix: call allocate in one order with one size on every rank"
+            )
+        # Checked beforehand, because NVSHMEM does not survive an allocation that fails on a rank.
+        short = min(range(self.world), key=lambda rank: asked[rank][1])
+        if asked[short][1] < nbytes + GRANULARITY:
+            raise CapacityError(
+                f"symmetric memory: needed {nbytes} bytes and up to {GRANULARITY} of rounding, "
+                f"available {asked[short][1]} on rank {short}; set a smaller max_tokens_per_rank"
+            )
+        import nvshmem.bindings
+
+        address = nvshmem.bindings.malloc(nbytes)
+        if not all(_gather(bool(address))):
+            raise CapacityError(
+                f"symmetric memory: NVSHMEM has no room for {nbytes} bytes; raise "
+                "NVSHMEM_MAX_MEMORY_PER_GPU, or set a smaller max_tokens_per_rank"
+            )
+        self._blocks[address] = nbytes
+        return _as_tensor(address, nbytes, self._device)
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Gives back what :meth:`allocate` returned. A collective of the world."""
+        import nvshmem.bindings
+
+        del self._blocks[memory.data_ptr()]
+        nvshmem.bindings.free(memory.data_ptr())
+
+    def peer_pointer(self, memory: torch.Tensor, rank: int) -> int | None:
+        """Address at which ``rank``'s copy of symmetric ``memory`` is mapped here, or None."""
+        return self._library.tilemoe_transport_peer_pointer(memory.data_ptr(), rank)
+
+    def close(self) -> None:
+        """Frees all memory and ends NVSHMEM. A collective of the world; no kernel may be at it."""
+        import nvshmem.bindings
+        import nvshmem.core
+
+        global _running
+        torch.cuda.synchronize(self._device)
+        for address in sorted(self._blocks):  # one order on all ranks: offsets are symmetric
+            nvshmem.bindings.free(address)
+        self._blocks.clear()
+        self._library.tilemoe_transport_detach()
+        nvshmem.core.finalize()
+        _running = None
+
+
+def start(library: ctypes.CDLL) -> Transport:
+    """The transport of this process, started if need be. A collective of the world.
+
+    torch.distributed must run, and the current CUDA device be this process's own.
+
+    Args:
+        library: of ``CUDATileMoEBuilder().load()``.
+
+    Raises:
+        BuildError: nvshmem4py is missing, or another NVSHMEM is in the way; on every rank.
+    """
+    global _running
+    if _running is None:
+        _running = _start(library)
+    return _running
+
+
+def _start(library: ctypes.CDLL) -> Transport:
+    problem, uid = "", None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        import nvshmem.core
+        from cuda.core import Device
+
+        torch.cuda.init()
+        device = torch.device("cuda", torch.cuda.current_device())
+    except Exception as error:  # whatever it is, the peers must hear of it or they wait for ever
+        problem = f"nvshmem4py or CUDA does not start ({type(error).__name__}: {error})"
+    seen = _gather((problem, socket.gethostname()))
+    _raise_first([text for text, _ in seen])
+    settings = dict(ENVIRONMENT)
+    if len({host for _, host in seen}) == 1:
+        settings |= ENVIRONMENT_ON_ONE_HOST
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+    if rank == 0:
+        try:
+            uid = nvshmem.core.get_unique_id()
+        except Exception as error:
+            problem = f"NVSHMEM makes no unique id ({type(error).__name__}: {error})"
+    offer = [(problem, uid)]
+    dist.broadcast_object_list(offer, src=0)
+    problem, uid = offer[0]
+    _raise_first([problem])
+
+    nvshmem_device = Device(device.index)
+    nvshmem_device.set_current()
+    try:
+        nvshmem.core.init(
+            device=nvshmem_device, uid=uid, rank=rank, nranks=world, initializer_method="uid"
+        )
+        problem = _attach(library, rank, world)
+    except Exception as error:
+        problem = f"NVSHMEM does not start ({type(error).__name__}: {error})"
+    _raise_first(_gather(problem))
+    return Transport(library, device, rank, world)
+
+
+def _attach(library: ctypes.CDLL, rank: int, world: int) -> str:
+    """Gives our library its device state; returns what is wrong, or ""."""
+    library.tilemoe_transport_peer_pointer.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+    library.tilemoe_transport_peer_pointer.restype = ctypes.c_void_p
+    library.tilemoe_transport_detach.restype = None
+    pe, pes = ctypes.c_int32(-1), ctypes.c_int32(-1)
+    status = library.tilemoe_transport_attach(ctypes.byref(pe), ctypes.byref(pes))
+    if status == 1:
+        return "nvshmem4py and our library are bound to two copies of NVSHMEM's host library"
+    if status != 0:
+        return "NVSHMEM does not take our library; it has printed why"
+    if (pe.value, pes.value) != (rank, world):
+        return f"NVSHMEM, started by others, calls this process PE {pe.value} of {pes.value}"
+    return ""
+
+
+def _gather(value: Any) -> list[Any]:
+    """``value`` of every rank of the world."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _raise_first(problems: list[str]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise BuildError(
+                f"rank {rank}: {problem}; wanted nvshmem4py, and one NVSHMEM in the process; "
+                'fix: pip install "ds_tilemoe[cuda]", and start no other NVSHMEM before'
+            )
+
+
+class _Memory:
+    """A piece of device memory, as torch.as_tensor reads it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _as_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(_Memory(address, nbytes), device=device)
