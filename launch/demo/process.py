@@ -1,0 +1,168 @@
+"""What a rank settles with its launcher, DeepSpeed and the other ranks before the work starts."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, NoReturn
+
+FAILED, BAD_INPUT = 1, 2  # exit codes
+# A launcher ends all ranks when one has failed. The others give rank 0 this long to say why.
+GRACE_S = 10.0
+
+
+def rank() -> int:
+    """This process's rank in the world; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def leave(message: str, code: int = BAD_INPUT) -> NoReturn:
+    """End this rank with a message that the user sees once, from rank 0 where it fails too."""
+    if rank() != 0:
+        time.sleep(GRACE_S)
+        message = f"rank {rank()}: {message}"
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)  # an orderly exit with a live process group now and then aborts in a destructor
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that speaks once for all ranks."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if rank() == 0:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        leave(message)
+
+
+def prepare_environment() -> None:
+    """Settle what must be set before torch is imported.
+
+    Without a launcher the process becomes the only rank, on a port that nobody uses. Ranks share
+    the cores of the host: more threads than cores would make the waits of the CPU backend slow.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here())
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def ranks_here() -> int:
+    """Ranks on this host, as torchrun or the deepspeed launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def choose_accelerator(backend: str, unbuilt: str | None) -> None:
+    """Set DS_ACCELERATOR, which DeepSpeed reads once, when it is imported.
+
+    Args:
+        backend: the ``backend`` field of the tile_overlap block.
+        unbuilt: why there is no CUDA backend, or None.
+    """
+    if "DS_ACCELERATOR" in os.environ:
+        return
+    if backend == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < ranks_here():
+        reason = f"{ranks_here()} rank(s) on this host and {gpus} GPU(s)"
+    elif unbuilt is not None:
+        reason = unbuilt
+    else:
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    if rank() == 0:
+        print(f"warning: {reason}: using the CPU backend", file=sys.stderr, flush=True)
+
+
+def end_with_launcher() -> None:
+    """End this rank if the ``deepspeed`` command that started it dies; quietly on Ctrl-C.
+
+    On one host that command does not pass SIGTERM on: it dies alone, and the ranks would go on.
+    """
+    launcher = os.getppid()
+    command = _parent(launcher)
+    if "deepspeed.launcher.launch" not in _arguments(launcher):
+        return
+    if not {"deepspeed", "deepspeed.launcher.runner"} & {
+        os.path.basename(word) for word in _arguments(command)[:3]
+    }:
+        return
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback from every rank
+
+    def watch() -> None:
+        while os.getppid() == launcher and _parent(launcher) == command:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _parent(pid: int) -> int:
+    """The parent's process id; 0 if there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _arguments(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def quieten() -> None:
+    """Only warnings of DeepSpeed, from rank 0, on stderr: stdout is for results."""
+    from deepspeed.utils.logging import logger
+
+    logger.setLevel(logging.WARNING if rank() == 0 else logging.ERROR)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+
+
+def join_world() -> None:
+    """``deepspeed.init_distributed`` without DeepSpeed's own shared-memory op.
+
+    That op takes half a minute to compile, leaves 66 MiB a rank in /dev/shm and speeds up only an
+    all_reduce that is not used here.
+    """
+    import deepspeed
+    import deepspeed.ops
+    import torch.distributed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except torch.distributed.DistError as error:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            leave(
+                f"port {port} of {address}, where the ranks meet, is taken by another process;"
+                f" choose another one: deepspeed --master_port {int(port) + 1} ..."
+            )
+        leave(
+            f"the ranks could not meet at {address}:{port} ({error}); if another job uses that"
+            " port, choose another one with --master_port"
+        )

@@ -1,0 +1,164 @@
+"""Train the demo model of ``launch/infer.py`` on the standard library's documentation, on CPU.
+
+    python launch/train_demo.py                     # a few minutes on two cores
+    deepspeed --num_gpus 2 launch/train_demo.py     # any rank count that divides the experts
+
+Writes launch/demo/model.safetensors (fp16, under 4 MB) and prints the byte perplexity of
+launch/demo/heldout.txt beside that of a Kneser-Ney byte trigram model fitted to the same training
+text. Exit code 1, and no file, if the trigram model wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from demo.process import (
+    Parser,
+    end_with_launcher,
+    join_world,
+    leave,
+    prepare_environment,
+    quieten,
+    rank,
+)
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+DEMO = Path(__file__).parent / "demo"
+CONTEXT = 256
+L_AUX_WEIGHT = 0.01
+# On the mean square of the logits. Bytes that never follow would drift down for nothing, and logits
+# of 20 have rounding errors of 1e-5 in fp32, which is all that infer.py --compare allows.
+LOGIT_WEIGHT = 1e-3
+
+
+def arguments() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (default 800)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step over all ranks")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=DEMO / "model.safetensors")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
+    args = parser.parse_args()
+    if not args.out.absolute().parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    started = time.perf_counter()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    end_with_launcher()
+    prepare_environment()
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+
+    from demo import checkpoint
+    from demo.corpus import training_text
+    from demo.model import ByteMoE
+    from demo.model_config import ModelConfig
+
+    quieten()
+    join_world()
+    world = dist.get_world_size()
+    if args.batch % world:
+        leave(f"--batch is {args.batch}; it must be a multiple of the {world} ranks")
+    config = ModelConfig.load(DEMO / "config.json")
+    model = ByteMoE(config, ep_size=math.gcd(world, config.num_experts))
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(groups, betas=(0.9, 0.95)),
+        config={"train_batch_size": args.batch, "gradient_clipping": 1.0},
+    )
+    checkpoint.randomise(model, args.seed)
+    text = training_text()
+    train(engine, text, args)
+    lost = judge(engine, text, args.out)
+    if rank() == 0:
+        print(
+            f"{args.steps} steps on {world} rank(s): {time.perf_counter() - started:.0f} s in all"
+        )
+    dist.barrier()  # the launcher ends all ranks when one has failed; rank 0 speaks first
+    dist.destroy_process_group()
+    return int(lost)
+
+
+def train(engine: DeepSpeedEngine, text: bytes, args: argparse.Namespace) -> None:
+    """Random windows of ``text``, the same whatever the number of ranks."""
+    import torch
+    from tqdm import tqdm
+
+    world = int(os.environ["WORLD_SIZE"])
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(args.seed)
+    bar = tqdm(range(args.steps), desc="training", disable=rank() != 0, mininterval=1.0)
+    for step in bar:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = args.lr * schedule(step, args.steps)
+        starts = torch.randint(len(data) - CONTEXT, (args.batch,), generator=generator)
+        tokens = data[starts[rank() :: world, None] + torch.arange(CONTEXT + 1)].long()
+        logits, l_aux = engine(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        engine.backward(loss + L_AUX_WEIGHT * l_aux + LOGIT_WEIGHT * logits.square().mean())
+        engine.step()
+        if step % 10 == 0:
+            bar.set_postfix(perplexity=f"{loss.exp().item():.2f}", balance=f"{l_aux.item():.2f}")
+
+
+def judge(engine: DeepSpeedEngine, text: bytes, out: Path) -> bool:
+    """Compare with the trigram model and write the checkpoint; True, and no file, if it loses."""
+    import torch
+    from deepspeed import comm as dist
+
+    from demo import checkpoint
+    from demo.corpus import digest
+    from demo.generation import perplexity
+    from demo.trigram import Trigram
+
+    heldout = (DEMO / "heldout.txt").read_bytes()
+    model = engine.module.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())  # what will be read back
+    ours, trigram = perplexity(engine, heldout), Trigram(text).perplexity(heldout)
+    record = {
+        "training_text": digest(text),
+        "python": platform.python_version(),
+        "heldout_perplexity": f"{ours:.4f}",
+        "trigram_perplexity": f"{trigram:.4f}",
+    }
+    lost = ours >= trigram
+    if not lost:
+        checkpoint.save(model, out, record)
+    if rank() == 0:
+        print(f"training text: {len(text)} bytes of documentation, {record['training_text']}")
+        print(f"held-out text: {len(heldout)} bytes")
+        print(f"byte perplexity of the held-out text: trigram {trigram:.3f}, model {ours:.3f}")
+        if lost:
+            print("the trigram model wins: nothing written")
+        else:
+            print(f"wrote {out}: {out.stat().st_size} bytes, weights in fp16")
+    dist.barrier()
+    return lost
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the highest learning rate: up in the first 5 %, then straight down to zero."""
+    return min((step + 1) / (0.05 * steps), (steps - step) / (0.95 * steps))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

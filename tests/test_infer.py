@@ -1,0 +1,169 @@
+"""launch/infer.py as users start it: the main job, other sizes, other launchers."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from infer_runs import INFER, RANKS, ROOT, alone, environment, launch, record_in
+
+from ds_tilemoe.testing import free_port
+
+sys.path.insert(0, str(ROOT / "launch"))
+
+from demo import results
+from demo.generation import Reading
+from demo.model_config import ModelConfig
+
+HELDOUT = ROOT / "launch" / "demo" / "heldout.txt"
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """The demo on four ranks: its record, its trace events, its stderr."""
+    trace = tmp_path_factory.mktemp("trace") / "trace.json"
+    done = launch("--compare", "--json", "--max-new-tokens", 48, "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    events = json.loads(trace.read_text())["traceEvents"]
+    return record_in(done.stdout), events, done.stderr
+
+
+def test_swapped_layers_give_the_same_text(main_job):
+    record, _, _ = main_job
+    assert record["max_abs_diff"] <= 1e-5
+    assert record["perplexity"] == pytest.approx(record["perplexity_unswapped"], abs=1e-4)
+    assert record["fault"] is None
+    assert len(record["text"].encode()) == 48
+    assert 1 < record["perplexity"] < 10
+    assert record["ranks"] == RANKS
+    assert record["backend"] == "cpu"
+    assert record["weights"] == "trained"
+    assert record["config"]["tile_overlap"]["enabled"] is True
+    for name in ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s"):
+        assert record[name] > 0
+    assert {"ds_tilemoe", "deepspeed", "torch", "python"} <= record["versions"].keys()
+
+
+def test_every_layer_is_measured_on_every_rank(main_job):
+    record, _, _ = main_job
+    assert len(record["layers"]) == LAYERS
+    for layer in record["layers"]:
+        assert layer["calls"] == 1 + 47  # the text and one a byte, the first comes with the text
+        assert [row["calls"] for row in layer["ranks"]] == [48] * RANKS
+        assert layer["time_us"] == max(row["time_us"] for row in layer["ranks"])
+        assert layer["exposed_combine_us"] >= 0
+        assert layer["combine_alone_us"] > 0
+        assert layer["overlap_ratio"] <= 1
+        assert layer["backlog"] >= 0
+        assert layer["name"] in {entry["name"] for entry in record["swap"]}
+
+
+def test_first_middle_and_last_segments_are_shipped_on_every_rank(main_job):
+    # A band has rows of at most three other owners, so the first and the last remote band make at
+    # most six segments; what is above six lies between them.
+    record, events, _ = main_job
+    names = [layer["name"] for layer in record["layers"]]
+    for rank in range(RANKS):
+        for name in names:
+            calls = [e for e in events if e["name"] == name and e["pid"] == rank]
+            reading = min(calls, key=lambda event: event["ts"])["args"]
+            assert reading["segments"] > 2 * (RANKS - 1)
+            assert 0 < reading["first_segment_ready"] < reading["producer_end"]
+            assert reading["last_put"] >= reading["first_segment_ready"]
+            assert reading["last_arrival"] > 0
+
+
+def test_what_a_newcomer_is_told(main_job):
+    _, _, stderr = main_job
+    assert stderr.count("all settings have their defaults") == 1
+    assert stderr.count("using the CPU backend") == 1
+    assert f"ds_tilemoe: {LAYERS} swapped" in stderr
+    assert "705 bytes for each of 4 rank(s), 1 left out" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_other_sizes_stdin_and_overlap_off(tmp_path):
+    sizes = {"hidden": 32, "ffn": 48, "layers": 1, "heads": 2, "num_experts": 6, "topk": 1}
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes | {"window": 16, "max_positions": 256}))
+    (tmp_path / "ds.json").write_text('{"tile_overlap": {"enabled": false}} # HJSON')
+    done = launch(
+        *("--text", "-", "--json", "--compare", "--max-new-tokens", 3),
+        *("--model-config", tmp_path / "sizes.json"),
+        *("--deepspeed_config", tmp_path / "ds.json"),
+        stdin=b"seven bytes and more",
+        ranks=3,
+    )
+    assert done.returncode == 0, done.stderr
+    record = record_in(done.stdout)
+    assert record["backend"] == "deepspeed"
+    assert record["layers"] == []
+    assert record["weights"] == "random (seed 0)"
+    assert record["perplexity"] == pytest.approx(record["perplexity_unswapped"])
+    assert "6 bytes for each of 3 rank(s), 2 left out" in done.stderr
+
+
+def test_half_precision_on_one_rank_without_a_launcher(tmp_path):
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}, "tile_overlap": {}}')
+    done = alone(
+        *("--deepspeed_config", tmp_path / "ds.json", "--compare", "--max-new-tokens", 2),
+        *("--text", HELDOUT),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "perplexity unswapped" in done.stdout
+    assert "on 1 rank(s), cpu backend" in done.stdout
+    assert "blocks.2.moe.deepspeed_moe" in done.stdout
+
+
+def test_torchrun_and_a_config_without_the_block(tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 2}')
+    args = [INFER, "--json", "--max-new-tokens", 1, "--deepspeed_config", tmp_path / "ds.json"]
+    runner = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*runner, f"--master_port={free_port()}", *map(str, args)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["ranks"] == 2
+    assert done.stderr.count("all settings have their defaults") == 1
+    assert record["decode_tokens_per_s"] is None
+    assert record["max_abs_diff"] is None
+
+
+@pytest.mark.parametrize(
+    ("got", "text", "is_fault"),
+    [
+        (0.0, b"ab", None),
+        (2e-5, b"ab", "max_abs_diff"),
+        (math.nan, b"ab", "max_abs_diff"),
+        (0.0, b"ax", "another text"),
+    ],
+)
+def test_compare_finds(got, text, is_fault):
+    import torch
+
+    def reading(value: float, text: bytes) -> Reading:
+        return Reading(torch.full((4, 256), value), 3.0, 2, text, 1.0, 1.0, 1)
+
+    mine = results.of_rank(reading(got, text), reading(0.0, b"ab"), "float32")
+    assert (mine["fault"] or "").startswith(is_fault or "")
+    assert bool(mine["fault"]) == bool(is_fault)
+    mine["layers"] = []
+    json.dumps(results.of_world([mine, mine]), allow_nan=False)
+    assert bool(results.fault([mine])) == bool(is_fault)
+
+
+def test_model_sizes_of_the_demo():
+    sizes = ModelConfig.load(ROOT / "launch/demo/config.json")
+    assert (sizes.num_experts, sizes.topk) == (8, 2)
+    assert ModelConfig(**asdict(sizes)) == sizes

@@ -1,0 +1,176 @@
+"""launch/infer.py with wrong input, on a taken port, and ended early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from infer_runs import INFER, RANKS, ROOT, alone, command, environment, launch
+
+sys.path.insert(0, str(ROOT / "launch"))
+
+import infer
+
+
+def test_misspelt_settings_end_before_any_work(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 4, "tile_overlap": {"num_consumer_cta": 2}}')
+    done = launch("--deepspeed_config", path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "tile_overlap.num_consumer_cta:" in done.stderr
+    assert "'num_consumer_ctas'" in done.stderr
+    assert "warning" not in done.stderr  # no accelerator chosen, so nothing heavy imported
+
+
+NUMBER = '"tile_overlap": {"num_consumer_ctas": %s}'
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [(NUMBER % v, "num_consumer_ctas: got") for v in ('"8"', "-1", "0", "1.5", "null", "true")]
+    + [
+        ('"tile-overlap": {}', 'rename it to "tile_overlap"'),
+        ('"zero_optimization": {"tile_overlap": {}}', "at the top level"),
+        ('"tile_overlap": {"backend": "cuda"}', "not built yet"),
+        ('"bf16": 1', "bf16"),
+        ('"zero_optimization": {"stage": 1}', "optimizer"),
+    ],
+)
+def test_wrong_settings(tmp_path, block, words):
+    path = tmp_path / "ds.json"
+    path.write_text(f'{{"train_batch_size": 1, {block}}}')
+    done = alone("--deepspeed_config", path)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--deepspeed_config", "none.json"], "none.json"),
+        (["--model-config", "none.json"], "cannot read model config none.json"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens is -1; it must be 0 or more"),
+        (["--max-new-tokens", "many"], "invalid int value: 'many'"),
+        (["--trace", "/no/such/folder/t.json"], "no such folder"),
+        (["--unheard-of"], "--unheard-of"),
+    ],
+)
+def test_wrong_arguments(args, words):
+    done = alone(*args)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_other_ranks_are_quiet_while_rank_0_may_speak():
+    started = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, str(INFER), "--max-new-tokens", "-1"],
+        env=environment(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1"),
+        stderr=subprocess.PIPE,
+    ) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+        process.terminate()  # as a launcher does when rank 0 has ended
+        assert process.communicate()[1] == b""
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot read"),
+        (b"", "has 0 bytes; 4 rank"),
+        (b"1234567", "has 7 bytes; 4 rank\\(s\\) need at least 8"),
+        (b"x" * 404, "gives each of 4 rank\\(s\\) 101 bytes.* room for 100"),
+    ],
+)
+def test_wrong_texts(tmp_path, text, words):
+    path = tmp_path / "text"
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(ValueError, match=words):
+        infer.read_text(str(path), RANKS, limit=100)
+    path.write_bytes(b"x" * 403)
+    assert len(infer.read_text(str(path), RANKS, limit=100)) == 403
+
+
+def test_a_text_that_is_too_short_ends_every_rank(tmp_path):
+    (tmp_path / "text").write_bytes(b"short")
+    done = launch("--text", tmp_path / "text", ranks=3)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "need at least 6" in done.stderr
+
+
+def test_a_failure_in_a_layer_is_said_once(tmp_path):
+    (tmp_path / "ds.json").write_text('{"tile_overlap": {"max_tokens_per_rank": 100}}')
+    done = launch("--deepspeed_config", tmp_path / "ds.json", ranks=2)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "CapacityError" in done.stderr
+    assert "max_tokens_per_rank" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = launch(ranks=2, port=port)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert f"port {port}" in done.stderr
+    assert "--master_port" in done.stderr
+
+
+def test_sigterm_leaves_nothing_behind():
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        command("--max-new-tokens", 8000, "--model-config", ROOT / "launch/demo/config.json"),
+        env=environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as process:
+        try:
+            said = ""
+            while "swapped" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            time.sleep(2)
+            assert process.poll() is None, said
+            process.terminate()
+            process.wait(60)
+            limit = time.monotonic() + 20
+            while _lives(process.pid) and time.monotonic() < limit:
+                time.sleep(0.1)
+            assert not _lives(process.pid), "ranks outlive their launcher"
+        finally:
+            if _lives(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "tilemoe" in name}
+
+
+def _lives(group: int) -> bool:
+    """Whether the process group has a member that is not a zombie."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            return True
+    return False
