@@ -8,7 +8,23 @@
 
 #include <cstdint>
 
+// The check plants one fault at a time (tests/gpu/Makefile, FAULT=); a build of the package never
+// defines this.
+#ifndef TILEMOE_FAULT
+#define TILEMOE_FAULT 0
+#endif
+
 namespace tilemoe {
+
+enum class Fault : int {
+  none = 0,
+  store_read_wait = 1,  // flags are raised once shared memory is free, not once rows are written
+  no_release = 2,       // no fence before a flag or an arrival
+  no_acquire = 3,       // flags are polled with relaxed loads
+  no_wait = 4,          // a chunk is shipped without a look at its flags
+  one_half = 5,         // C has one half
+};
+constexpr Fault kFault = static_cast<Fault>(TILEMOE_FAULT);
 
 // ---- Band flag: tiles of a band that are in global memory. Target: number of N tiles.
 // Writer: lane 0 of the producer's store warp, once a tile, after its bulk stores.
@@ -21,7 +37,11 @@ namespace tilemoe {
 // Waits until the bulk stores of this thread are performed. Not `.read`: that form only says that
 // shared memory may be written again, and a flag raised behind it overtakes the data.
 __device__ __forceinline__ void wait_bulk_stores() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if constexpr (kFault == Fault::store_read_wait) {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  } else {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
 }
 
 // Waits until all but the newest `kNewest` bulk stores of this thread have read shared memory.
@@ -30,16 +50,32 @@ __device__ __forceinline__ void wait_bulk_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
 }
 
+__device__ __forceinline__ void fence_gpu() {
+  if constexpr (kFault != Fault::no_release) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+__device__ __forceinline__ void fence_system() {
+  if constexpr (kFault != Fault::no_release) asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 __device__ __forceinline__ void raise_band_flag(uint32_t* flag) {
-  asm volatile(
-      "fence.acq_rel.gpu;\n\t"
-      "red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(flag)
-      : "memory");
+  fence_gpu();
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+// The same; returns the value from before.
+__device__ __forceinline__ uint32_t raise_and_read_band_flag(uint32_t* flag) {
+  uint32_t value;
+  fence_gpu();
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(value) : "l"(flag) : "memory");
+  return value;
 }
 
 __device__ __forceinline__ uint32_t read_band_flag(const uint32_t* flag) {
   uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  if constexpr (kFault == Fault::no_acquire) {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  } else {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  }
   return value;
 }
 
@@ -62,17 +98,79 @@ __device__ __forceinline__ uint32_t claim_next(uint32_t* counter) {
 // Order:  the CTA's plain stores -> CTA barrier -> fence.acq_rel.sys (cumulative over the barrier)
 //         -> red.relaxed.sys. Reader: ld.acquire.sys -> CTA barrier -> plain loads.
 __device__ __forceinline__ void add_arrivals(uint64_t* word, uint64_t rows) {
-  asm volatile(
-      "fence.acq_rel.sys;\n\t"
-      "red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(word),
-      "l"(rows)
-      : "memory");
+  fence_system();
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(rows) : "memory");
 }
 
-__device__ __forceinline__ uint64_t read_arrivals(const uint64_t* word) {
+// Also of a count row's ready word.
+__device__ __forceinline__ uint64_t read_system(const uint64_t* word) {
   uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  if constexpr (kFault == Fault::no_acquire) {
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  } else {
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  }
   return value;
+}
+
+// ---- Ready word of a count row: the 64-bit epoch, waited for by equality.
+// Writer: one thread of the source rank's exchange, after a CTA barrier behind the row's stores.
+// Reader: one thread of the block owner's exchange (read_system), then a CTA barrier.
+// Scope:  sys. Order: the row's plain stores and the zeroing of this epoch's half -> CTA barrier ->
+//         fence.acq_rel.sys -> st.relaxed.sys.
+__device__ __forceinline__ void publish_ready(uint64_t* word, uint64_t epoch) {
+  fence_system();
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(epoch) : "memory");
+}
+
+// ---- Failure words of a block: any rank claims and writes, the block's owner polls. Scope: sys.
+// Order: record -> st.release.sys code. Reader: ld.acquire.sys code.
+__device__ __forceinline__ bool claim_failure(uint32_t* word) {
+  uint32_t before;
+  asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], 0, 1;"
+               : "=r"(before)
+               : "l"(word)
+               : "memory");
+  return before == 0;
+}
+__device__ __forceinline__ void raise_failure(uint32_t* code) {
+  asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(code) : "memory");
+}
+__device__ __forceinline__ bool read_failure(const uint32_t* code) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(code) : "memory");
+  return value != 0;
+}
+
+// ---- Counts of an epoch, read by its own kernels. Scope: gpu. Order: none, they announce no data.
+__device__ __forceinline__ void add_count(uint32_t* word, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ void add_count(uint64_t* word, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t add_and_read_count(uint32_t* word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word), "r"(value)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ uint32_t read_count(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// ---- Programmatic dependent launch: scale's CTAs come while the producer ships what is left.
+// allow_dependents: by one thread a CTA, once no work of the kernel needs a further SM.
+// await_prerequisites: returns when the kernel in front has ended and its writes are visible.
+__device__ __forceinline__ void allow_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void await_prerequisites() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---- Time. Nanoseconds; one clock for all SMs of a device, ticks of about 1 us or finer.

@@ -60,6 +60,19 @@ cudaError_t tilemoe_make_tensor_map(TensorMap* map, const void* base, Dtype dtyp
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+void tilemoe_set_counters(ProducerParams* params, int32_t front) {
+  const tilemoe::RankView& view = params->ship.view;
+  auto* const half = reinterpret_cast<tilemoe::Half*>(tilemoe::half_of(view, 0));
+  auto* const state = reinterpret_cast<tilemoe::State*>(view.state);
+  params->epoch = &state->epoch;
+  params->half_bytes = view.half_bytes;
+  params->band_count = &state->bands;
+  params->tile_claim = front != 0 ? &half->front_claim : &half->tile_claim;
+  params->band_flags = front != 0 ? nullptr : reinterpret_cast<uint32_t*>(half + 1);
+  params->start_ns = front != 0 ? nullptr : &half->start_ns;
+  params->end_ns = front != 0 ? nullptr : &half->end_ns;
+}
+
 int32_t tilemoe_producer_b_box_rows(ProducerKind kind) {
   return kind.gated != 0 ? kind.tile_n / 2 : kind.tile_n;
 }
@@ -87,6 +100,12 @@ cudaError_t tilemoe_producer_launch(const ProducerParams* params, ProducerKind k
   if (entry == nullptr || params == nullptr || grid < 1 || params->experts < 1 ||
       params->group_bands < 1 || params->n < 8 || params->k < 8 || params->n % 8 != 0 ||
       params->k % 8 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  const tilemoe::ShipParams& ship = params->ship;
+  if (params->drain != 0 &&
+      (ship.view.state == nullptr || ship.view.world > tilemoe::kMaxWorld || ship.n_tiles < 1 ||
+       ship.row_bytes <= 0 || ship.row_bytes % 16 != 0 || params->band_flags == nullptr)) {
     return cudaErrorInvalidValue;
   }
   return entry->launch(*params, grid, stream);

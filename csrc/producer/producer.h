@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../consumer/consumer.h"
 #include "../plan_abi.h"
 
 namespace tilemoe {
@@ -42,10 +43,16 @@ struct ProducerParams {
   const void* const* bias;    // device, [experts] (gated [2 * experts]) of n elements; or null
   const Band* bands;          // device, in schedule order
   const int32_t* band_count;  // device, one word: the planner kernel may have written it
-  uint32_t* tile_claim;       // device, one word, zero before the launch
-  uint32_t* band_flags;       // device, [bands], zero before the launch; null = raise no flag
-  uint64_t* start_ns;         // device; time when tile 0 was claimed; or null
-  uint64_t* end_ns;           // device, zero before the launch; time of the last tile; or null
+  // Counters, zero before the launch: of half 0 if epoch is not null (tilemoe_set_counters), and
+  // then those of half `*epoch % 2` are used.
+  const uint64_t* epoch;  // device, or null
+  int64_t half_bytes;     // from half 0 to half 1
+  uint32_t* tile_claim;   // device, one word
+  uint32_t* band_flags;   // device, [bands]; null = raise no flag
+  uint64_t* start_ns;     // device; time when tile 0 was claimed; or null
+  uint64_t* end_ns;       // device; time when the last tile was flagged; or null
+  ShipParams ship;        // view.state null: no drain, no counts for IterationStats
+  int32_t drain;          // 1: a CTA that finds no tile left ships chunks until none is left
   int32_t experts;
   int32_t n;
   int32_t k;
@@ -60,6 +67,10 @@ extern "C" {
 // Map of a row-major [rows, cols] matrix for boxes of box_rows x 64 elements (128-byte swizzle).
 cudaError_t tilemoe_make_tensor_map(tilemoe::TensorMap* map, const void* base, tilemoe::Dtype dtype,
                                     int64_t rows, int64_t cols, int32_t box_rows);
+
+// Lets the producer use the counters of the state that params->ship.view names: GEMM 2's, with
+// flags, times and counts, or (front = 1) GEMM 1's claim counter only. Host arithmetic.
+void tilemoe_set_counters(tilemoe::ProducerParams* params, int32_t front);
 
 // Rows of the box that `kind` wants in the maps of B.
 int32_t tilemoe_producer_b_box_rows(tilemoe::ProducerKind kind);

@@ -13,6 +13,8 @@
 // only thing that they can wait for in the epilogue is shared memory that the last but one store is
 // still reading.
 //
+// A CTA that finds no tile left ships chunks with all its warps (`drain`): its last role.
+//
 // Pad rows: a band's rows behind its valid ones are padding of its own expert, so whole boxes are
 // stored; what is in them is never read.
 #pragma once
@@ -23,7 +25,7 @@
 
 #include <cutlass/gemm/collective/collective_builder.hpp>
 
-#include "../common/flags.cuh"
+#include "../consumer/ship.cuh"
 #include "element_math.cuh"
 #include "instances.h"
 
@@ -38,6 +40,9 @@ constexpr int kMmaWarps = kMmaThreads / 32;
 constexpr int kRing = 4;  // tiles announced and not yet finished by all roles
 constexpr int kLoadRegisters = 40;
 constexpr int kMmaRegisters = 232;
+constexpr int kEntryRegisters = 168;  // what every warp starts with, and drains with
+static_assert(kEntryRegisters * kThreads ==
+              kLoadRegisters * (kThreads - kMmaThreads) + kMmaRegisters * kMmaThreads);
 constexpr int kSubTileN = 64;    // columns of one store: 128 bytes, one swizzle span
 constexpr int kClaimAhead = 5;   // k-blocks before a tile's last at which the next is claimed
 constexpr int kDecodeAhead = 2;  // and at which the claim is looked at; between, it is in flight
@@ -85,6 +90,8 @@ struct Traits {
     uint64_t ring_empty[kRing];
     uint64_t store_full[2][kStoreBuffers];
     uint64_t store_empty[2][kStoreBuffers];
+    consumer::Shared ship;
+    int64_t half_shift;  // bytes from the counters of half 0 to this epoch's
   };
 };
 
@@ -99,18 +106,10 @@ __device__ __forceinline__ void arrive_at(uint64_t& barrier) {
   cutlass::arch::ClusterBarrier::arrive(&barrier);
 }
 
-// Position in a ring of barriers: slot, and the parity of its current use.
-template <int kSlots>
-struct Turn {
-  uint32_t slot = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
+template <class Word>
+__device__ __forceinline__ Word* shifted(Word* word, int64_t bytes) {
+  return reinterpret_cast<Word*>(reinterpret_cast<char*>(word) + bytes);
+}
 
 // ---- Loader: one thread.
 template <class T>
@@ -138,8 +137,14 @@ __device__ void load_tiles(const ProducerParams& params, typename T::Shared& sha
 
   auto write = cutlass::make_producer_start_state<typename T::Pipeline>();
   Turn<kRing> turn;
-  uint32_t claim = claim_next(params.tile_claim);
-  if (claim == 0 && params.start_ns != nullptr) *params.start_ns = now_ns();
+  const auto claim_tile = [&] {
+    const volatile int64_t& shift = shared.half_shift;  // read again: registers are scarce here
+    return claim_next(shifted(params.tile_claim, shift));
+  };
+  uint32_t claim = claim_tile();
+  if (claim == 0 && params.start_ns != nullptr) {
+    *shifted(params.start_ns, shared.half_shift) = now_ns();
+  }
   Tile tile = decode(claim);
   while (true) {
     wait_for(shared.ring_empty[turn.slot], turn.parity ^ 1);
@@ -152,7 +157,7 @@ __device__ void load_tiles(const ProducerParams& params, typename T::Shared& sha
     const TensorMap* const map_b = &params.b[tile.expert];
     Tile next;
     for (int32_t k = 0; k < k_blocks; ++k) {
-      if (k == claim_at) claim = claim_next(params.tile_claim);
+      if (k == claim_at) claim = claim_tile();
       if (k == decode_at) next = decode(claim);
       pipeline.producer_acquire(write);
       auto* const full = pipeline.producer_get_barrier(write);
@@ -171,6 +176,34 @@ __device__ void load_tiles(const ProducerParams& params, typename T::Shared& sha
 }
 
 // ---- Store warp: one thread.
+__device__ __forceinline__ void raise_flag(const ProducerParams& params, int32_t band,
+                                           int64_t shift) {
+  uint32_t* const flag = shifted(params.band_flags, shift) + band;
+  if (params.ship.view.state == nullptr) {
+    raise_band_flag(flag);
+    return;
+  }
+  random_delay(params.ship.view);
+  if (band != 0) {
+    raise_band_flag(flag);
+  } else if (raise_and_read_band_flag(flag) + 1 == uint32_t(params.ship.n_tiles)) {
+    // Segment 0, if there is one, waits for band 0 alone.
+    const State& state = state_of(params.ship.view);
+    if (state.segments > 0) half_at(params.ship.view, state.epoch).first_ready_ns = now_ns();
+  }
+}
+
+// The CTA that adds the rank's last tiles sees the producer's end.
+template <class T>
+__device__ void count_tiles(const ProducerParams& params, uint32_t tiles_done) {
+  const State& state = state_of(params.ship.view);
+  Half& half = half_at(params.ship.view, state.epoch);
+  const uint32_t tiles = uint32_t(state.bands) * uint32_t((params.n + T::kOutN - 1) / T::kOutN);
+  if (add_and_read_count(&half.tiles_flagged, tiles_done) + tiles_done == tiles) {
+    half.backlog = state.chunks - read_count(&half.chunks_shipped);
+  }
+}
+
 template <class T>
 __device__ void store_tiles(const ProducerParams& params, typename T::Shared& shared) {
   using namespace cute;
@@ -206,11 +239,15 @@ __device__ void store_tiles(const ProducerParams& params, typename T::Shared& sh
     ++tiles_done;
     if (params.band_flags != nullptr) {
       wait_bulk_stores();
-      raise_band_flag(&params.band_flags[tile.band]);
+      raise_flag(params, tile.band, shared.half_shift);
     }
   }
   wait_bulk_stores();  // shared memory lives until the stores have read it
-  if (tiles_done > 0 && params.end_ns != nullptr) record_latest(params.end_ns, now_ns());
+  if (tiles_done == 0) return;
+  if (params.end_ns != nullptr) {
+    record_latest(shifted(params.end_ns, shared.half_shift), now_ns());
+  }
+  if (params.ship.view.state != nullptr) count_tiles<T>(params, tiles_done);
 }
 
 // ---- MMA warp groups.
@@ -364,8 +401,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     cutlass::arch::fence_barrier_init();
+    consumer::init(shared.ship, kThreads / 32 - 1);
+    shared.half_shift = params.epoch == nullptr || *params.epoch % 2 == 0 ? 0 : params.half_bytes;
   }
   __syncthreads();
+  const bool drain = params.drain != 0;
 
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<kLoadRegisters>();
@@ -381,10 +421,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (warp == 1) {
       if (lane == 0) store_tiles<T>(params, shared);
     }
+    if (!drain) return;
+    // A warp group may change its registers again only when all its warps have done so before.
+    __syncwarp();
+    cutlass::arch::NamedBarrier::sync(128, 3);
+    cutlass::arch::warpgroup_reg_alloc<kEntryRegisters>();
   } else {
     cutlass::arch::warpgroup_reg_alloc<kMmaRegisters>();
     multiply_tiles<T>(params, shared, pipeline);
+    if (!drain) return;
+    cutlass::arch::NamedBarrier::sync(128, 1 + (warp - 4) / 4);
+    cutlass::arch::warpgroup_reg_dealloc<kEntryRegisters>();
   }
+  // No chunk is claimed before the CTA's last tile is flagged.
+  __syncthreads();
+  consumer::ship(params.ship, shared.ship, kThreads / 32 - 1, true);
 }
 
 template <class T>

@@ -1,0 +1,141 @@
+// Memory through which the kernels of a rank talk to each other and to those of its peers: one
+// symmetric block a rank (equal offsets on each) and one local state a rank. Host and device.
+//
+// Reuse rule: a rank writes into a peer's block only after it has the peer's count row of this
+// epoch, and a rank sends that row in stream order behind its own scale of the epoch before. Count
+// rows themselves are written earlier, by peers at most one epoch ahead: C has two halves by epoch
+// parity, and a ready word is waited for by equality. Arrival words and the counters of a rank's
+// own kernels have two halves as well; the exchange of epoch e zeroes half e before it sends.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../plan_abi.h"
+
+namespace tilemoe {
+
+constexpr int32_t kCountHalves = 2;
+constexpr int32_t kMaxWorld = 72;  // ranks of a group; the shipping CTAs keep a sum for each
+constexpr int64_t kLineBytes = 128;
+
+// How a call ended; the worst comes last. All but ok make scale fill its output with NaN.
+enum class Outcome : int32_t {
+  ok = 0,
+  rank_failure = 1,    // a rank said so in its count row: `peer`; the heap stays usable
+  layer_mismatch = 2,  // `peer` runs another layer than rank 0; the heap stays usable
+  capacity = 3,        // `peer` has `seen` tokens, the heap was made for `wanted`; stays usable
+  deadline = 4,        // `rank` waited in vain; the group's heap is failed
+  plan_overflow = 5,   // rank's plan arrays are too short for C; the group's heap is failed
+};
+
+enum class Wait : int32_t { none = 0, counts = 1, band = 2, arrivals = 3 };
+
+struct ErrorRecord {
+  Outcome outcome;
+  Wait wait;     // of a passed deadline
+  int32_t rank;  // that found it
+  int32_t peer;  // that it waited for, or that is at fault
+  int64_t band;  // of Wait::band
+  uint64_t seen;
+  uint64_t wanted;
+  uint64_t epoch;
+};
+static_assert(sizeof(ErrorRecord) == 48);
+
+// First word group of a block. The first rank that fails takes `claimed` and writes the record.
+struct Failure {
+  uint32_t claimed;
+  uint32_t code;  // 0 = none; released after the record
+  ErrorRecord record;
+};
+
+// One source rank's row of C: this, then its counts [max_experts] int32.
+struct CountRow {
+  uint64_t ready;  // the epoch
+  uint64_t layer;  // fingerprint: ranks must run the same one
+  int64_t tokens;
+  int32_t status;  // 0, or 1: this rank has no routing
+  int32_t unused;
+};
+static_assert(sizeof(CountRow) == 32);
+
+struct BlockShape {
+  int32_t world;
+  int32_t max_experts;  // E of the layer with most
+  int64_t recv_bytes;   // room for the rows that come back to a rank
+};
+
+// Byte offsets inside a block.
+struct BlockOffsets {
+  int64_t counts;
+  int64_t count_row_bytes;
+  int64_t arrivals;
+  int64_t recv;
+  int64_t block_bytes;
+};
+
+TILEMOE_HOST_DEVICE inline int64_t round_up(int64_t value, int64_t to) {
+  return (value + to - 1) / to * to;
+}
+
+inline BlockOffsets block_offsets(const BlockShape& shape) {
+  BlockOffsets o{};
+  o.counts = round_up(sizeof(Failure), kLineBytes);
+  o.count_row_bytes =
+      round_up(sizeof(CountRow) + shape.max_experts * int64_t{sizeof(int32_t)}, kLineBytes);
+  o.arrivals = o.counts + kCountHalves * shape.world * o.count_row_bytes;
+  o.recv = o.arrivals + 2 * shape.world * kLineBytes;
+  o.block_bytes = round_up(o.recv + shape.recv_bytes, 4096);
+  return o;
+}
+
+// Counters and times of one epoch; band flags follow. Words that many CTAs add to have a line each.
+struct Half {
+  alignas(128) uint32_t front_claim;  // tiles of GEMM 1
+  alignas(128) uint32_t tile_claim;   // tiles of GEMM 2
+  alignas(128) uint32_t chunk_claim;
+  alignas(128) uint32_t chunks_shipped;
+  alignas(128) uint32_t tiles_flagged;
+  uint32_t chunks_drained;
+  uint32_t backlog;  // at producer end
+  uint64_t idle_spins;
+  uint64_t start_ns;
+  uint64_t end_ns;
+  uint64_t first_ready_ns;
+  uint64_t last_put_ns;
+};
+
+// What the planner tells the kernels behind it, in front of the two halves. Zeroed once, when made.
+struct State {
+  uint64_t epoch;  // of the call at hand; the exchange advances it, so graphs replay
+  Outcome outcome;
+  int32_t bands;  // 0 where the call failed, whatever the plan says
+  int32_t chunks;
+  int32_t segments;
+};
+static_assert(sizeof(State) <= kLineBytes);
+
+inline int64_t half_bytes(int32_t max_bands) {
+  return round_up(sizeof(Half) + max_bands * int64_t{sizeof(uint32_t)}, kLineBytes);
+}
+inline int64_t state_bytes(int32_t max_bands) { return kLineBytes + 2 * half_bytes(max_bands); }
+
+// A rank's view of its group: by value in the params of every kernel.
+struct RankView {
+  int32_t world;
+  int32_t rank;
+  BlockOffsets offsets;
+  std::byte* const* blocks;  // device, [W]: address of each rank's block on this device
+  std::byte* state;          // device: State, then the halves
+  int64_t half_bytes;
+  int64_t wait_timeout_ns;
+  ErrorRecord* host_error;   // page-locked, as the device sees it; or null
+  uint32_t random_delay_ns;  // tests only: most that a role sleeps where kernels could meet
+};
+
+TILEMOE_HOST_DEVICE inline std::byte* half_of(const RankView& view, uint64_t epoch) {
+  return view.state + kLineBytes + static_cast<int64_t>(epoch % 2) * view.half_bytes;
+}
+
+}  // namespace tilemoe

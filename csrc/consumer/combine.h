@@ -1,0 +1,39 @@
+// C ABI of the operator: GEMM 2, the return of its rows and the weighted sum, in one call.
+#pragma once
+
+#include "../producer/producer.h"
+#include "../scale/scale.h"
+
+namespace tilemoe {
+
+enum class Mover : int32_t {
+  sm = 0,          // the consumer kernel beside the producer; the drain ships what is left
+  none = 1,        // no consumer kernel: the drain ships everything
+  sequential = 2,  // for measuring: producer without drain, and when it has ended the consumer
+};
+
+// The count exchange of the call is in `stream` already, and producer.ship and the counters
+// (tilemoe_set_counters) are filled in; producer.drain is set here.
+struct CombineParams {
+  ProducerParams producer;
+  ProducerKind kind;
+  ScaleParams scale;
+  Mover mover;
+  int32_t num_consumer_ctas;     // 0 to sms - 1 (sequential: 1 to sms)
+  int32_t sms;                   // of the device
+  cudaStream_t consumer_stream;  // of higher priority than the call's stream
+  cudaEvent_t begin;             // both made with cudaEventDisableTiming
+  cudaEvent_t end;
+};
+
+}  // namespace tilemoe
+
+extern "C" {
+
+// Loads every kernel of the operator on the current device: once, at start-up.
+cudaError_t tilemoe_load();
+
+// Producer, consumer beside it on consumer_stream, scale behind the producer; what follows in
+// `stream` is behind all three. Nothing waits on the host.
+cudaError_t tilemoe_combine_launch(const tilemoe::CombineParams* params, cudaStream_t stream);
+}

@@ -1,0 +1,40 @@
+// C ABI of the count exchange and the plan behind it: one kernel of one CTA, first of every call.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../common/control.h"
+#include "plan_device.h"
+
+namespace tilemoe {
+
+// Pointers are device memory. C comes from the exchange and is left in
+// `counts`, which plan.counts must equal. If the call fails (State::outcome), C is taken as zero,
+// so that no kernel behind finds work, and scale fills its output with NaN.
+struct ExchangeParams {
+  RankView view;
+  PlanKernelParams plan;
+  int32_t* counts;            // C [W, E], written here
+  const int32_t* own_counts;  // this rank's row of C [E]; not read if status is not 0
+  uint64_t layer;             // fingerprint; equal on all ranks
+  int64_t tokens;             // of this rank
+  int64_t max_tokens;         // that the heap was made for
+  int64_t group_timeout_ns;   // for a peer that has not come yet: slow is not dead
+  int32_t status;             // 0, or 1: this rank has no routing, so all ranks fail this call
+};
+
+}  // namespace tilemoe
+
+extern "C" {
+
+// Bytes of a rank's symmetric block and where things lie in it, and bytes of its local state. Both
+// are zeroed once, on all ranks, before the first call.
+void tilemoe_block_offsets(const tilemoe::BlockShape* shape, tilemoe::BlockOffsets* offsets);
+int64_t tilemoe_half_bytes(int32_t max_bands);
+int64_t tilemoe_state_bytes(int32_t max_bands);
+
+// Raises the shared-memory limit and loads the kernel: once, at start-up.
+cudaError_t tilemoe_exchange_load();
+
+cudaError_t tilemoe_exchange_launch(const tilemoe::ExchangeParams* params, cudaStream_t stream);
+}

@@ -1,0 +1,497 @@
+// Shared by the operator's check and its bench: a group of ranks in one process, one host thread a
+// rank, W ranks over the GPUs there are (peer access instead of a symmetric heap).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "consumer/combine.h"
+#include "planner/exchange.h"
+#include "planner/planner.h"
+
+#define CHECK_CUDA(call)                                                 \
+  do {                                                                   \
+    const cudaError_t check_error = (call);                              \
+    if (check_error != cudaSuccess) {                                    \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
+                   cudaGetErrorString(check_error));                     \
+      std::exit(2);                                                      \
+    }                                                                    \
+  } while (0)
+
+namespace harness {
+
+using namespace tilemoe;
+
+// Host threads that meet.
+class Meeting {
+ public:
+  explicit Meeting(int count) : count_(count) {}
+  void wait() {
+    std::unique_lock lock(mutex_);
+    const int turn = turn_;
+    if (++here_ == count_) {
+      here_ = 0;
+      ++turn_;
+      all_.notify_all();
+    } else {
+      all_.wait(lock, [&] { return turn_ != turn; });
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_;
+  const int count_;
+  int here_ = 0, turn_ = 0;
+};
+
+struct Shape {
+  int world, local_experts, topk, n, k;
+  int max_tokens;
+  ProducerKind kind{Dtype::bfloat16, 256, 0};
+  Layout layout = Layout::compact;
+  int bands_per_segment = 1;
+  int local_tail_bands = -1;
+  int chunk_bytes = 64 << 10;
+  int max_scale_ctas = 0;
+  int64_t max_rows = 0;  // that a rank may get; 0 = what max_tokens allows
+
+  int experts() const { return world * local_experts; }
+  int n_tiles() const { return (n + kind.tile_n - 1) / kind.tile_n; }
+  int64_t row_bytes() const { return int64_t{n} * 2; }
+  PlanParams plan(int rank) const {
+    const int rows = std::max<int64_t>(1, chunk_bytes / row_bytes());
+    return {world, rank, local_experts, kProducerTileM, layout, bands_per_segment, local_tail_bands,
+            rows};
+  }
+};
+
+// Expert ids of one rank's tokens, on its device, with what a router would have made of them.
+struct Routing {
+  int tokens = 0;
+  std::vector<int32_t> ids, positions, counts;
+  std::vector<float> weights;
+  int32_t *ids_d = nullptr, *positions_d = nullptr, *counts_d = nullptr;
+  float* weights_d = nullptr;
+};
+
+template <class T>
+T* upload(const std::vector<T>& values) {
+  T* device = nullptr;
+  CHECK_CUDA(cudaMalloc(&device, (values.size() + 1) * sizeof(T)));
+  CHECK_CUDA(cudaMemcpy(device, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return device;
+}
+
+// `shares`: how likely each expert is; empty = every expert as often as the others (to within one
+// when tokens * topk allows). `dropped`: share of routes that are -1.
+inline Routing make_routing(const Shape& shape, int tokens, const std::vector<double>& shares,
+                            double dropped, std::mt19937_64& random) {
+  Routing r;
+  r.tokens = tokens;
+  const int experts = shape.experts(), topk = shape.topk;
+  r.ids.assign(size_t(tokens) * topk, -1);
+  r.positions.assign(r.ids.size(), 0);
+  r.weights.resize(r.ids.size());
+  r.counts.assign(experts, 0);
+  std::uniform_real_distribution<double> uniform(0.0, 1.0);
+  std::vector<int> order(tokens);
+  for (int t = 0; t < tokens; ++t) order[t] = t;
+  std::shuffle(order.begin(), order.end(), random);
+  std::discrete_distribution<int> draw(shares.begin(), shares.end());
+  for (int i = 0; i < tokens; ++i) {
+    int32_t* const ids = &r.ids[size_t(order[i]) * topk];
+    const int stride = std::max(1, experts / topk);  // experts of a token differ
+    for (int k = 0; k < topk; ++k) {
+      int expert = -1;
+      while (expert < 0) {
+        expert = shares.empty() ? (i + k * stride) % experts : draw(random);
+        for (int j = 0; j < k; ++j) {
+          if (ids[j] == expert) expert = shares.empty() ? (expert + 1) % experts : -1;
+        }
+      }
+      ids[k] = expert;
+    }
+  }
+  for (size_t i = 0; i < r.ids.size(); ++i) {
+    r.weights[i] = static_cast<float>(uniform(random));
+    if (uniform(random) < dropped) r.ids[i] = -1;
+    if (r.ids[i] >= 0) r.positions[i] = r.counts[r.ids[i]]++;
+  }
+  r.ids_d = upload(r.ids);
+  r.positions_d = upload(r.positions);
+  r.counts_d = upload(r.counts);
+  r.weights_d = upload(r.weights);
+  return r;
+}
+
+// One rank: its device, memory, streams and the params of its kernels.
+struct Rank {
+  int rank = 0, device = 0, sms = 0;
+  cudaStream_t main = nullptr, side = nullptr;
+  cudaEvent_t begin = nullptr, end = nullptr;
+  std::byte *block = nullptr, *state = nullptr;
+  ErrorRecord* error = nullptr;     // page-locked
+  IterationStats* stats = nullptr;  // page-locked
+  RankView view{};
+  PlanSizes bounds{};
+  ExchangeParams exchange{};
+  CombineParams combine{};
+  uint16_t *a = nullptr, *d = nullptr, *y = nullptr;
+  std::vector<const void*> b;
+
+  void use() const { CHECK_CUDA(cudaSetDevice(device)); }
+};
+
+class Group {
+ public:
+  explicit Group(const Shape& shape) : shape_(shape) {
+    int devices = 0;
+    CHECK_CUDA(cudaGetDeviceCount(&devices));
+    ranks_.resize(shape.world);
+    const int64_t rows_in = shape.max_rows > 0 ? shape.max_rows
+                                               : int64_t{shape.world} * shape.max_tokens *
+                                                     std::min(shape.topk, shape.local_experts);
+    offsets_ = block_offsets(
+        {shape.world, shape.experts(), int64_t{shape.max_tokens} * shape.topk * shape.row_bytes()});
+    std::vector<std::byte*> blocks;
+    for (int r = 0; r < shape.world; ++r) {
+      Rank& rank = ranks_[r];
+      rank.rank = r;
+      rank.device = r % devices;
+      rank.use();
+      for (int peer = 0; peer < devices; ++peer) {
+        static bool enabled[64][64] = {};
+        if (peer == rank.device || enabled[rank.device][peer]) continue;
+        enabled[rank.device][peer] = true;
+        CHECK_CUDA(cudaDeviceEnablePeerAccess(peer, 0));
+      }
+      CHECK_CUDA(tilemoe_load());
+      CHECK_CUDA(cudaDeviceGetAttribute(&rank.sms, cudaDevAttrMultiProcessorCount, rank.device));
+      rank.block = alloc<std::byte>(offsets_.block_bytes);
+      blocks.push_back(rank.block);
+    }
+    for (Rank& rank : ranks_) set_up(rank, rows_in, blocks);
+    // A stream's first work may wait for the whole GPU, where a rank may be waiting for this one.
+    for (Rank& rank : ranks_) {
+      rank.use();
+      for (cudaStream_t stream : {rank.main, rank.side}) {
+        CHECK_CUDA(cudaMemsetAsync(rank.state, 0, state_bytes(rank.bounds.bands), stream));
+        CHECK_CUDA(tilemoe_consumer_launch(&rank.combine.producer.ship, 1, stream));
+        CHECK_CUDA(cudaEventRecord(rank.begin, stream));
+        CHECK_CUDA(cudaStreamSynchronize(stream));
+      }
+    }
+    reset();
+  }
+  ~Group() {
+    for (const auto& [device, pointer] : memory_) {
+      cudaSetDevice(device);
+      cudaFree(pointer);
+    }
+    for (Rank& rank : ranks_) {
+      rank.use();
+      cudaStreamDestroy(rank.main);
+      cudaStreamDestroy(rank.side);
+      cudaEventDestroy(rank.begin);
+      cudaEventDestroy(rank.end);
+      cudaFreeHost(rank.error);
+      cudaFreeHost(rank.stats);
+    }
+  }
+  Group(const Group&) = delete;
+
+  Rank& operator[](int rank) { return ranks_[rank]; }
+  const Shape& shape() const { return shape_; }
+
+  // As a new heap: control words zero on all ranks, before any call.
+  void reset() {
+    for (Rank& rank : ranks_) {
+      rank.use();
+      CHECK_CUDA(cudaDeviceSynchronize());
+      CHECK_CUDA(cudaMemset(rank.block, 0, offsets_.recv));
+      CHECK_CUDA(cudaMemset(rank.state, 0, state_bytes(rank.bounds.bands)));
+      CHECK_CUDA(cudaDeviceSynchronize());
+      *rank.error = {};
+      *rank.stats = {};
+    }
+  }
+
+  // One host thread a rank.
+  void each(const std::function<void(Rank&)>& work) {
+    std::vector<std::thread> threads;
+    for (Rank& rank : ranks_) {
+      threads.emplace_back([&work, &rank] {
+        rank.use();
+        work(rank);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // Changes the view that every kernel of a rank gets.
+  static void change_view(Rank& rank, const std::function<void(RankView&)>& change) {
+    for (RankView* view : {&rank.view, &rank.exchange.view, &rank.combine.producer.ship.view,
+                           &rank.combine.scale.view}) {
+      change(*view);
+    }
+  }
+  void launch_exchange(Rank& rank, const Routing& routing) {
+    ExchangeParams p = rank.exchange;
+    p.own_counts = routing.counts_d;
+    p.tokens = routing.tokens;
+    CHECK_CUDA(tilemoe_exchange_launch(&p, rank.main));
+  }
+  CombineParams combine_params(Rank& rank, const Routing& routing, Mover mover, int ctas) {
+    CombineParams p = rank.combine;
+    p.mover = mover;
+    p.num_consumer_ctas = ctas;
+    p.producer.group_bands = tilemoe_producer_group_bands(
+        p.kind, shape_.n, mover == Mover::sm ? rank.sms - ctas : rank.sms);
+    p.scale.expert_ids = routing.ids_d;
+    p.scale.positions = routing.positions_d;
+    p.scale.weights = routing.weights_d;
+    p.scale.tokens = routing.tokens;
+    return p;
+  }
+  void launch_combine(Rank& rank, const Routing& routing, Mover mover, int ctas) {
+    const CombineParams p = combine_params(rank, routing, mover, ctas);
+    CHECK_CUDA(tilemoe_combine_launch(&p, rank.main));
+  }
+  // Every row of A, D, the receive room and y becomes NaN. Before the exchange, by the reuse rule.
+  void poison(Rank& rank) {
+    CHECK_CUDA(cudaMemsetAsync(rank.a, 0xff, rank.bounds.rows * shape_.k * 2, rank.main));
+    poison_results(rank);
+  }
+  void poison_results(Rank& rank) {
+    CHECK_CUDA(cudaMemsetAsync(rank.d, 0xff, rank.bounds.rows * shape_.row_bytes(), rank.main));
+    CHECK_CUDA(cudaMemsetAsync(rank.block + offsets_.recv, 0xff,
+                               int64_t{shape_.max_tokens} * shape_.topk * shape_.row_bytes(),
+                               rank.main));
+    CHECK_CUDA(
+        cudaMemsetAsync(rank.y, 0xff, int64_t{shape_.max_tokens} * shape_.row_bytes(), rank.main));
+  }
+
+ private:
+  template <class T>
+  T* alloc(int64_t count) {
+    T* pointer = nullptr;
+    int device = 0;
+    CHECK_CUDA(cudaGetDevice(&device));
+    CHECK_CUDA(cudaMalloc(&pointer, std::max<int64_t>(count, 1) * sizeof(T)));
+    memory_.push_back({device, pointer});
+    return pointer;
+  }
+  template <class T>
+  T* put(const std::vector<T>& values) {
+    T* const device = alloc<T>(values.size());
+    CHECK_CUDA(
+        cudaMemcpy(device, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return device;
+  }
+
+  void set_up(Rank& rank, int64_t rows_in, const std::vector<std::byte*>& blocks) {
+    rank.use();
+    int low = 0, high = 0;
+    CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&low, &high));
+    CHECK_CUDA(cudaStreamCreateWithPriority(&rank.main, cudaStreamNonBlocking, low));
+    CHECK_CUDA(cudaStreamCreateWithPriority(&rank.side, cudaStreamNonBlocking, high));
+    CHECK_CUDA(cudaEventCreateWithFlags(&rank.begin, cudaEventDisableTiming));
+    CHECK_CUDA(cudaEventCreateWithFlags(&rank.end, cudaEventDisableTiming));
+    CHECK_CUDA(cudaHostAlloc(&rank.error, sizeof(ErrorRecord), cudaHostAllocPortable));
+    CHECK_CUDA(cudaHostAlloc(&rank.stats, sizeof(IterationStats), cudaHostAllocPortable));
+
+    const PlanParams plan = shape_.plan(rank.rank);
+    rank.bounds = plan_bounds(plan, rows_in);
+    const PlanSizes& bounds = rank.bounds;
+    rank.state = alloc<std::byte>(state_bytes(bounds.bands));
+    rank.view = {shape_.world,
+                 rank.rank,
+                 offsets_,
+                 put(blocks),
+                 rank.state,
+                 half_bytes(bounds.bands),
+                 int64_t{20} * 1000 * 1000 * 1000,
+                 rank.error,
+                 0};
+    const int64_t experts = shape_.experts();
+    PlanKernelParams& p = rank.exchange.plan;
+    p.params = plan;
+    p.capacity = {bounds.rows, bounds.bands, bounds.segments, bounds.chunks};
+    p.view.expert_row = alloc<int64_t>(shape_.local_experts + 1);
+    p.view.run_row = alloc<int64_t>(experts);
+    p.view.bands = alloc<Band>(bounds.bands);
+    p.view.segments = alloc<Segment>(bounds.segments);
+    p.view.chunks = alloc<Chunk>(bounds.chunks);
+    p.view.arrival_target = alloc<int64_t>(shape_.world);
+    p.view.dispatch_row = alloc<int64_t>(experts);
+    p.view.recv_row = alloc<int64_t>(experts + 1);
+    p.sizes = alloc<PlanSizes>(1);
+    p.overflow = alloc<int32_t>(1);
+    rank.exchange.counts = alloc<int32_t>(shape_.world * experts);
+    p.counts = rank.exchange.counts;
+    rank.exchange.view = rank.view;
+    rank.exchange.layer = 7;
+    rank.exchange.max_tokens = shape_.max_tokens;
+    rank.exchange.group_timeout_ns = rank.view.wait_timeout_ns;
+
+    const int64_t row_count = std::max<int64_t>(bounds.rows, kProducerTileM);
+    rank.a = alloc<uint16_t>(row_count * shape_.k);
+    rank.d = alloc<uint16_t>(row_count * shape_.n);
+    rank.y = alloc<uint16_t>(int64_t{shape_.max_tokens} * shape_.n);
+    std::vector<TensorMap> maps(shape_.local_experts);
+    for (TensorMap& map : maps) {
+      rank.b.push_back(alloc<uint16_t>(int64_t{shape_.n} * shape_.k));
+      CHECK_CUDA(tilemoe_make_tensor_map(&map, rank.b.back(), shape_.kind.dtype, shape_.n, shape_.k,
+                                         tilemoe_producer_b_box_rows(shape_.kind)));
+    }
+    CombineParams& c = rank.combine;
+    c.kind = shape_.kind;
+    CHECK_CUDA(tilemoe_make_tensor_map(&c.producer.a, rank.a, shape_.kind.dtype, row_count,
+                                       shape_.k, kProducerTileM));
+    CHECK_CUDA(tilemoe_make_tensor_map(&c.producer.d, rank.d, shape_.kind.dtype, row_count,
+                                       shape_.n, kProducerStoreRows));
+    c.producer.b = put(maps);
+    c.producer.bands = p.view.bands;
+    c.producer.ship = {rank.view, p.view.segments,    p.view.chunks,
+                       rank.d,    shape_.row_bytes(), shape_.n_tiles()};
+    c.producer.experts = shape_.local_experts;
+    c.producer.n = shape_.n;
+    c.producer.k = shape_.k;
+    tilemoe_set_counters(&c.producer, 0);
+    c.scale.view = rank.view;
+    c.scale.run_row = p.view.run_row;
+    c.scale.arrival_target = p.view.arrival_target;
+    c.scale.recv_row = p.view.recv_row;
+    c.scale.rows = rank.d;
+    c.scale.y = rank.y;
+    c.scale.stats = rank.stats;
+    c.scale.topk = shape_.topk;
+    c.scale.n = shape_.n;
+    c.scale.local_experts = shape_.local_experts;
+    c.scale.dtype = shape_.kind.dtype;
+    c.scale.max_ctas = shape_.max_scale_ctas;
+    c.sms = rank.sms;
+    c.consumer_stream = rank.side;
+    c.begin = rank.begin;
+    c.end = rank.end;
+  }
+
+  Shape shape_;
+  BlockOffsets offsets_{};
+  std::vector<Rank> ranks_;
+  std::vector<std::pair<int, void*>> memory_;
+};
+
+// ---- Payload that any rank can predict: small whole numbers, so that sums are exact in fp32 and a
+// row of GEMM 2 is known bit for bit whatever the order of its sum.
+
+__host__ __device__ inline uint32_t mix(uint64_t a, uint64_t b) {
+  uint64_t x = a * 0x9E3779B97F4A7C15ull ^ (b + 1) * 0xD1B54A32D192ED03ull;
+  x ^= x >> 32;
+  x *= 0xff51afd7ed558ccdull;
+  x ^= x >> 29;
+  return static_cast<uint32_t>(x);
+}
+// Of the row of `owner`'s route number `position` to `expert` in call `epoch`: in [-8, 8).
+__host__ __device__ inline float a_value(uint64_t epoch, int owner, int expert, int position,
+                                         int column) {
+  const uint64_t row = ((epoch * 131 + owner) * 4099 + expert) * 1000003 + position;
+  return static_cast<float>(static_cast<int>(mix(row, column) % 16) - 8);
+}
+// Of the expert's weight [n, k]: in [-2, 2].
+__host__ __device__ inline float b_value(int expert, int column, int k) {
+  return static_cast<float>(static_cast<int>(mix(expert * 65537 + column, k) % 5) - 2);
+}
+
+template <class E>
+__device__ E cast(float value);
+template <>
+__device__ inline __nv_bfloat16 cast<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+template <>
+__device__ inline __half cast<__half>(float value) {
+  return __float2half_rn(value);
+}
+
+// Block (run, some rows): what dispatch and GEMM 1 would have left.
+template <class E>
+__global__ void fill_rows(E* a, int k, int world, int local_experts, int rank,
+                          const int32_t* counts, const int64_t* run_row, const State* state) {
+  if (state->bands == 0) return;
+  const int local = blockIdx.x / world, owner = blockIdx.x % world;
+  const int expert = rank * local_experts + local;
+  const int rows = counts[owner * world * local_experts + expert];
+  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
+    for (int j = threadIdx.x; j < k; j += blockDim.x) {
+      a[(run_row[local * world + owner] + row) * k + j] =
+          cast<E>(a_value(state->epoch, owner, expert, row, j));
+    }
+  }
+}
+
+template <class E>
+__global__ void fill_weights(E* b, int n, int k, int expert) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{n} * k;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    b[i] = cast<E>(b_value(expert, i / k, i % k));
+  }
+}
+
+struct Verdict {
+  unsigned long long wrong;  // elements
+  unsigned long long first_epoch;
+  int first_token, first_column;
+};
+
+// Every token_step-th token, every column_step-th column.
+template <class E>
+__global__ void verify(const uint16_t* y, const int32_t* ids, const int32_t* positions,
+                       const float* weights, int tokens, int topk, int n, int k, int rank,
+                       int token_step, int column_step, const State* state, Verdict* verdict) {
+  const int columns = (n + column_step - 1) / column_step;
+  const int64_t items = int64_t{(tokens + token_step - 1) / token_step} * columns;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < items;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int token = static_cast<int>(i / columns) * token_step;
+    const int column = static_cast<int>(i % columns) * column_step;
+    float sum = 0.0f;
+    for (int j = 0; j < topk; ++j) {
+      const int64_t route = int64_t{token} * topk + j;
+      const int expert = ids[route];
+      if (expert < 0) continue;
+      float dot = 0.0f;
+      for (int q = 0; q < k; ++q) {
+        dot +=
+            a_value(state->epoch, rank, expert, positions[route], q) * b_value(expert, column, q);
+      }
+      const float row = static_cast<float>(cast<E>(dot));
+      sum = __fadd_rn(sum, __fmul_rn(weights[route], row));
+    }
+    const E wanted = cast<E>(sum);
+    if (y[int64_t{token} * n + column] == reinterpret_cast<const uint16_t&>(wanted)) continue;
+    if (atomicAdd(&verdict->wrong, 1ull) == 0) {
+      verdict->first_epoch = state->epoch;
+      verdict->first_token = token;
+      verdict->first_column = column;
+    }
+  }
+}
+
+}  // namespace harness
