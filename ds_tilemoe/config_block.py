@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -17,7 +16,9 @@ from ds_tilemoe.errors import ConfigError
 
 BLOCK = "tile_overlap"
 MAX_CPU_CONSUMERS = 8  # consumer threads of a rank on the CPU backend
+MAX_CUDA_CONSUMERS = 255  # more SMs than any GPU has; the GPU at hand sets its own bound
 MAX_CPU_TILE = 4096  # rows or columns of a tile on the CPU backend
+MAX_WAIT_S = 1e6  # deadlines are counted in 64-bit ns
 
 # Fields with values that nothing honours yet: field -> (values accepted, why no other).
 NOT_BUILT: dict[str, tuple[tuple[object, ...], str]] = {
@@ -34,8 +35,9 @@ NOT_BUILT: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-CpuTile = Annotated[int, Field(ge=1, le=MAX_CPU_TILE)]
-CpuConsumers = Annotated[int, Field(ge=1, le=MAX_CPU_CONSUMERS)]
+Tile = Annotated[int, Field(ge=1, le=MAX_CPU_TILE)]
+Consumers = Annotated[int, Field(ge=1, le=MAX_CUDA_CONSUMERS)]
+CONSUMER_BOUNDS = f"{MAX_CPU_CONSUMERS} on the CPU, less than the SMs of a GPU on CUDA"
 
 
 class AdaptiveConfig(BaseModel):
@@ -67,20 +69,18 @@ class TileOverlapConfig(BaseModel):
     layout: Literal["auto", "compact", "aligned"] = Field(
         "auto", description='"auto", "compact" or "aligned"'
     )
-    tile_m: Literal["auto"] | CpuTile = Field(
+    tile_m: Literal["auto"] | Tile = Field(
         "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_TILE}'
     )
-    tile_n: Literal["auto"] | CpuTile = Field(
+    tile_n: Literal["auto"] | Tile = Field(
         "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_TILE}'
     )
-    num_consumer_ctas: Literal["auto"] | CpuConsumers = Field(
-        "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_CONSUMERS}'
+    num_consumer_ctas: Literal["auto"] | Consumers = Field(
+        "auto", description=f'"auto" or an integer from 1 to {CONSUMER_BOUNDS}'
     )
-    min_consumer_ctas: CpuConsumers = Field(
-        1, description=f"an integer from 1 to {MAX_CPU_CONSUMERS}"
-    )
-    max_consumer_ctas: Literal["auto"] | CpuConsumers = Field(
-        "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_CONSUMERS}'
+    min_consumer_ctas: Consumers = Field(1, description=f"an integer from 1 to {CONSUMER_BOUNDS}")
+    max_consumer_ctas: Literal["auto"] | Consumers = Field(
+        "auto", description=f'"auto" or an integer from 1 to {CONSUMER_BOUNDS}'
     )
     num_dispatch_ctas: Literal["auto"] | Count = Field("auto", description='"auto"')
     bands_per_segment: Literal["auto"] | Count = Field(
@@ -104,7 +104,7 @@ class TileOverlapConfig(BaseModel):
     layers: str = Field(".*", description="a regular expression of layer names")
     strict: bool = Field(False, description="true or false")
     wait_timeout_s: float = Field(
-        60.0, gt=0, lt=math.inf, description="a number of seconds above 0"
+        60.0, gt=0, le=MAX_WAIT_S, description="a number of seconds above 0, at most 1000000"
     )
     stats: bool = Field(False, description="true or false")
 
@@ -134,13 +134,32 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
             f"{BLOCK}.min_consumer_ctas: got {low}; wanted at most max_consumer_ctas, "
             f"which is {high}; fix: lower it or raise the other"
         )
+    if config.backend == "cpu" or "backend" in NOT_BUILT:
+        yield from _cpu_faults(config)
     chosen = config.num_consumer_ctas
-    most = MAX_CPU_CONSUMERS if high == "auto" else high
+    most = MAX_CUDA_CONSUMERS if high == "auto" else high
     if chosen != "auto" and low <= most and not low <= chosen <= most:
         yield (
             f"{BLOCK}.num_consumer_ctas: got {chosen}; wanted it from min_consumer_ctas ({low}) to "
             f"max_consumer_ctas ({most}); fix: change it or the bound"
         )
+
+
+def check_cpu_config(config: TileOverlapConfig) -> None:
+    """Refuse what the CPU backend cannot meet; ``backend: "auto"`` leaves it open until then.
+
+    Raises:
+        ConfigError: names each key, value and bound.
+    """
+    if faults := list(_cpu_faults(config)):
+        raise ConfigError("\n".join(faults))
+
+
+def _cpu_faults(config: TileOverlapConfig) -> Iterator[str]:
+    for name in ("num_consumer_ctas", "min_consumer_ctas", "max_consumer_ctas"):
+        value = getattr(config, name)
+        if value != "auto" and value > MAX_CPU_CONSUMERS:
+            yield _fault(name, value)
 
 
 def _explain(error: ValidationError) -> str:

@@ -36,7 +36,10 @@ class IterationStats(NamedTuple):
 
     @property
     def exposed_combine(self) -> int:
-        """ns from the producer's end to the last arrival of a row that this rank is owed."""
+        """ns from the producer's end to the last arrival of a row that this rank is owed.
+
+        A peer that makes its tiles later than this rank is in it too, beside the copies.
+        """
         return max(0, self.last_arrival - self.producer_end)
 
 
@@ -103,7 +106,8 @@ class LayerStats:
     def overlap_ratio(self) -> float | None:
         """1 - exposed combine / combine alone, both means; None where that is not known.
 
-        It compares like with like only if the measuring run saw the same calls.
+        It compares like with like only if the measuring run saw the same calls. Both means hold
+        the lateness of peers.
         """
         if not self.calls or not self.combine_alone_ns:
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,18 +18,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_tilemoe.config import TileOverlapConfig, load_config
-from ds_tilemoe.errors import UnsupportedLayerError
-from ds_tilemoe.layers.agreement import Decision
-from ds_tilemoe.layers.layer_state import LayerState, weights_dtype
-from ds_tilemoe.layers.native import MEASURING, TileMOELayer, attach, release
-from ds_tilemoe.layers.runtime import Runtime, Session
+from ds_tilemoe.errors import ConfigError, TileMoEError, UnsupportedLayerError
+from ds_tilemoe.layers.agreement import DISABLED, EXCLUDED, Decision, Offer
+from ds_tilemoe.layers.layer_state import LayerState, dtype_name, first_weight
+from ds_tilemoe.layers.native import TileMOELayer, attach, release
+from ds_tilemoe.layers.runtime import Runtime, Session, say
 from ds_tilemoe.report import KEPT, NOT_SUPPORTED, PENDING, SWAPPED, LayerReport, SwapReport
-
-logger = logging.getLogger("ds_tilemoe")
 
 # Engines that move or regroup parameters behind a layer's back.
 REFUSED_ENGINES = ("PipelineEngine", "DeepSpeedHybridEngine")
-EXCLUDED = "its name does not match tile_overlap.layers"
 
 
 def apply(
@@ -52,7 +48,7 @@ def apply(
         What became of every MoE layer.
 
     Raises:
-        ConfigError: the settings are wrong.
+        ConfigError: the settings are wrong. Peers whose settings are right keep DeepSpeed's path.
         UnsupportedLayerError: ``strict``, and a layer or all would be left as they are; or an
             ep_size that the world cannot be divided by. No layer of the model stays swapped.
         TileMoEError: the ranks disagree; see ``layers.agreement.agree``.
@@ -60,15 +56,16 @@ def apply(
     model = _model_of(engine_or_model)
     if config is None and model is not engine_or_model:
         config = engine_or_model  # its ds_config holds the block
-    settings = load_config(config)
-    if not settings.enabled:
-        restore(model)
-        off = "tile_overlap.enabled is false"
-        return SwapReport(tuple(LayerReport(n, KEPT, off) for n, _, _ in _native_layers(model)))
     try:
-        reports = _swap(model, settings, _refused_engine(engine_or_model))
-        report = SwapReport(tuple(reports.values()))
-        _judge(model, report, settings)
+        try:
+            settings = load_config(config)
+        except ConfigError as error:  # maybe on this rank alone: its peers wait for its word
+            _swap(model, TileOverlapConfig(), f"its settings are wrong: {error}")
+            raise
+        unwanted = _refused_engine(engine_or_model) if settings.enabled else DISABLED
+        report = SwapReport(tuple(_swap(model, settings, unwanted).values()))
+        if settings.enabled:
+            _judge(model, report, settings)
     except Exception:
         restore(model)
         raise
@@ -95,8 +92,9 @@ def check(engine_or_model: Any) -> None:
     Raises:
         DeadlineError: with the first cause.
     """
-    for runtime in _runtimes(engine_or_model):
-        runtime.check()
+    for session in _sessions(engine_or_model):
+        for runtime in session.runtimes():
+            runtime.check()
 
 
 @contextlib.contextmanager
@@ -104,23 +102,27 @@ def measure_combine_alone(engine_or_model: Any) -> Iterator[None]:
     """Inside, layers make all tiles first and move rows after, and the moving is timed.
 
     Run the same calls inside as outside: ``stats`` then knows what the combine takes when nothing
-    hides it, and with it the overlap ratio. Results are the same; only the time is not.
+    hides it, and with it the overlap ratio. Results are the same; only the time is not. Local, but
+    to mean something it has to be done on all ranks.
     """
-    backends = [r.backend for r in _runtimes(engine_or_model) if r.backend is not None]
-    before = [backend.mover for backend in backends]
+    sessions = _sessions(engine_or_model)
     try:
-        for backend in backends:
-            backend.mover = MEASURING
+        for session in sessions:
+            session.measuring = True
         yield
     finally:
-        for backend, mover in zip(backends, before, strict=True):
-            backend.mover = mover
+        for session in sessions:
+            session.measuring = False
 
 
 def _swap(
-    model: nn.Module, settings: TileOverlapConfig, refused: str | None
+    model: nn.Module, settings: TileOverlapConfig, unwanted: str | None
 ) -> dict[str, LayerReport]:
-    """Attach, let the ranks agree, release what stays; name -> report, in model order."""
+    """Attach, let the ranks agree, release what stays; name -> report, in model order.
+
+    A rank with a reason against all layers (``unwanted``) brings it to the meeting of each group
+    like any other: a rank that did not come would leave its peers waiting.
+    """
     session = _session_of(model, settings)
     for known in session.runtimes():
         known.reset()
@@ -130,30 +132,42 @@ def _swap(
         for name, module in model.named_modules()
         if isinstance(module, MOELayer | AutoEPMoELayer) or _is_foreign_moe(module)
     }
-    together: dict[Runtime, list[tuple[MOELayer, LayerState]]] = {}
+    together: dict[Runtime, list[tuple[MOELayer, LayerState, Offer]]] = {}
     for name, layer, parent in list(_native_layers(model)):
-        if refused or not re.search(settings.layers, name):
-            release(layer)
-            reports[name] = LayerReport(name, KEPT, refused or EXCLUDED)
-            continue
-        _demand_divisible(name, layer)
         state = _state_for(name, layer, session, parent)
-        attach(layer, state)
-        runtime = state.runtime(layer)
-        if runtime is None:
-            outcome = state.offer(layer, weights_dtype(layer)).outcome
-            reports[name] = _report(layer, state, outcome, PENDING)
+        reason = unwanted or (None if re.search(settings.layers, name) else EXCLUDED)
+        if reason is None:
+            _demand_divisible(name, layer)
+            attach(layer, state)
+            weight = first_weight(layer)
+            offer = state.offer(layer, None if weight is None else weight.dtype)
         else:
-            together.setdefault(runtime, []).append((layer, state))
+            release(layer)
+            offer = Offer(name, reason)
+        reports[name] = _report(layer, state, offer.outcome, PENDING)
+        runtime = state.runtime(layer)
+        if runtime is not None:
+            together.setdefault(runtime, []).append((layer, state, offer))
+        elif reason is None:
+            state.forget()  # deepspeed.initialize may cast and part what was examined
+    failure: TileMoEError | None = None
     for runtime, members in together.items():
-        offers = [state.offer(layer, weights_dtype(layer)) for layer, state in members]
-        decisions = runtime.preflight(offers)
-        for (layer, state), decision in zip(members, decisions, strict=True):
+        offers = [offer for _, _, offer in members]
+        if failure:  # in another group; this one has to hear of it
+            offers = [Offer(o.layer, f"apply() has failed there: {failure}") for o in offers]
+        try:
+            decisions = runtime.preflight(offers)
+        except TileMoEError as error:
+            failure = failure or error
+            continue
+        for (layer, state, _), decision in zip(members, decisions, strict=True):
             reports[state.name] = _report(layer, state, decision, SWAPPED)
             if isinstance(decision, str):
                 release(layer)
             else:
                 state.settle(decision, runtime)
+    if failure:
+        raise failure
     return reports
 
 
@@ -162,7 +176,7 @@ def _report(layer: MOELayer, state: LayerState, decision: Decision, status: str)
         return LayerReport(state.name, KEPT, decision)
     shape = (
         f"E={decision.num_experts} ep={layer.ep_size} K={decision.topk} H={decision.hidden}"
-        f" F={decision.ffn} {str(decision.dtype).removeprefix('torch.')} {state.recipe}"
+        f" F={decision.ffn} {dtype_name(decision.dtype)} {state.recipe}"
     )
     return LayerReport(state.name, status, state.remark(), shape)
 
@@ -187,8 +201,7 @@ def _judge(model: nn.Module, report: SwapReport, settings: TileOverlapConfig) ->
     text = f"{head}: " + "; ".join(left)
     if settings.strict:
         raise UnsupportedLayerError(f"{text}; fix: change the model, or set strict to false")
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning(text)
+    say(text, *([layer.ep_group for _, layer, _ in _native_layers(model)] or [None]))
 
 
 def _model_of(engine_or_model: Any) -> nn.Module:
@@ -233,12 +246,9 @@ def _session_of(model: nn.Module, settings: TileOverlapConfig) -> Session:
     return Session(settings)
 
 
-def _runtimes(engine_or_model: Any) -> list[Runtime]:
-    found: dict[int, Runtime] = {}
-    for module in _model_of(engine_or_model).modules():
-        if isinstance(module, TileMOELayer) and module._tile is not None:
-            found |= {id(runtime): runtime for runtime in module._tile.session.runtimes()}
-    return list(found.values())
+def _sessions(engine_or_model: Any) -> list[Session]:
+    layers = [m for m in _model_of(engine_or_model).modules() if isinstance(m, TileMOELayer)]
+    return list({layer._tile.session: None for layer in layers if layer._tile is not None})
 
 
 def _demand_divisible(name: str, layer: MOELayer) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ds_tilemoe.errors import CapacityError, TileMoEError
 
 SHM_DIR = "/dev/shm"
+_DEFAULT_GROUP_TIMEOUT_S = 1800.0  # torch's own default for gloo
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,16 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def group_timeout_s(group: dist.ProcessGroup | None, device_type: str) -> float:
+    """The process group's own timeout: before a peer's first word in a call, slow is not dead."""
+    if group is None:
+        return _DEFAULT_GROUP_TIMEOUT_S
+    try:
+        return group._get_backend(torch.device(device_type)).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_GROUP_TIMEOUT_S
 
 
 @dataclass

@@ -152,9 +152,12 @@ def rank_tests(source: str | Path, *, world: int, timeout_s: float, env: Any = N
         env: environment variables to add.
 
     Returns:
-        A test function: ``test_ranks = rank_tests(__file__, world=4, timeout_s=120)``.
+        A test function: ``test_ranks = rank_tests(__file__, world=4, timeout_s=120)``. The test of
+        the last case also fails where ranks that had run all cases did not end well.
     """
     import pytest
+
+    names = cases_of(source)
 
     @functools.cache
     def launched() -> tuple[list[RankResult], RanksError | None]:
@@ -164,13 +167,15 @@ def rank_tests(source: str | Path, *, world: int, timeout_s: float, env: Any = N
             return error.results, error
 
     @pytest.mark.timeout(timeout_s + 60)
-    @pytest.mark.parametrize("case_name", cases_of(source))
+    @pytest.mark.parametrize("case_name", names)
     def test(case_name: str) -> None:
         results, error = launched()
         try:
             check_case(results, case_name)
         except RanksError as fault:
             raise error or fault from None
+        if case_name == names[-1]:
+            check_end(results, error)
 
     return test
 
@@ -186,6 +191,16 @@ def check_case(results: Sequence[RankResult], name: str) -> None:
             faults.append(f"rank {result.rank}: {found.error}")
     if faults:
         raise RanksError("\n".join(faults), results)
+
+
+def check_end(results: Sequence[RankResult], error: RanksError | None = None) -> None:
+    """Raises ``error``, else RanksError unless every rank ended with exit code 0."""
+    if error is not None:
+        raise error
+    if bad := [result for result in results if result.returncode]:
+        tails = "\n".join(result.tail() for result in bad)
+        ranks = [result.rank for result in bad]
+        raise RanksError(f"ranks {ranks} did not end well after their cases\n{tails}", results)
 
 
 def run_ranks(
@@ -226,6 +241,17 @@ def init_cpu_group(timeout_s: float = COLLECTIVE_LIMIT_S) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def init_gpu_group(timeout_s: float = COLLECTIVE_LIMIT_S) -> None:
+    """As init_cpu_group, with NCCL for tensors on this rank's own GPU, which becomes current."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        limit = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
 
 
 def init_deepspeed(timeout_s: float = COLLECTIVE_LIMIT_S) -> None:
@@ -358,6 +384,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[in
 def _result(where: Path, rank: int, returncode: int) -> RankResult:
     out, err = ((where / f"{rank}.{n}").read_text(errors="replace") for n in ("out", "err"))
     log = where / f"{rank}.jsonl"
-    lines = log.read_text().splitlines() if log.exists() else []
+    # A rank that was killed while it wrote leaves half a line, without an end: a case not run.
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []
     cases = tuple(CaseResult(**json.loads(line)) for line in lines)
     return RankResult(rank, returncode, out, err, cases)

@@ -8,6 +8,7 @@ import datetime
 import faulthandler
 import importlib
 import json
+import os
 import runpy
 import signal
 import sys
@@ -28,6 +29,7 @@ from ds_tilemoe.testing import (
     cases_in,
     init_cpu_group,
     init_deepspeed,
+    init_gpu_group,
 )
 
 
@@ -39,6 +41,8 @@ def _cases_of_target(target: str) -> list[Case]:
 
 
 def _run_cases(cases: Sequence[Case], folder: Path) -> int:
+    if os.environ.get("DS_ACCELERATOR") == "cuda":
+        init_gpu_group()
     init_cpu_group()
     if "deepspeed" in sys.modules:
         init_deepspeed()

@@ -9,7 +9,7 @@ import torch
 
 from ds_tilemoe.backends.base import LayerShape
 from ds_tilemoe.errors import BuildError, TileMoEError, UnsupportedLayerError
-from ds_tilemoe.layers.agreement import Message, Offer, agree
+from ds_tilemoe.layers.agreement import DISABLED, EXCLUDED, Message, Offer, agree
 
 SHAPE = LayerShape("mlp", 8, 2, 64, 96, 64, torch.float32)
 OTHER = dataclasses.replace(SHAPE, ffn=128)
@@ -64,7 +64,7 @@ def test_one_strict_rank_makes_all_raise():
     ("field", "values", "wanted"),
     [
         ("grad", (False, False, True), "different grad modes: disabled on rank 0, enabled on rank"),
-        ("situation", ("bf16", "fp32", "bf16"), "dtypes or modes: bf16 on rank 0, fp32 on rank 1"),
+        ("dtype", ("bf16", "fp32", "bf16"), "different dtypes: bf16 on rank 0, fp32 on rank 1"),
         ("offers", ((), (Offer("a", SHAPE),), ()), "swap or run different layers"),
     ],
 )
@@ -73,6 +73,25 @@ def test_what_ranks_may_not_differ_in(field, values, wanted):
     with pytest.raises(TileMoEError, match=wanted) as caught:
         agree(messages)
     assert "fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize("wish", [EXCLUDED, DISABLED])
+def test_what_all_ranks_wish_is_no_matter_of_strict(wish):
+    assert agree([message(SHAPE, wish, strict=True)] * 2) == [SHAPE, wish]
+    with pytest.raises(UnsupportedLayerError, match=f"layer1: rank 1: {wish}"):
+        agree([message(SHAPE, SHAPE, strict=True), message(SHAPE, wish, strict=True)])
+
+
+def test_ranks_of_the_world_are_named():
+    messages = [message(rank=2), message("it has hooks", rank=3)]
+    assert agree(messages) == ["rank 3: it has hooks"]
+    messages = [message(rank=2), message(OTHER, rank=3)]
+    assert agree(messages) == [f"shapes differ: {SHAPE} on rank 2, {OTHER} on rank 3"]
+
+
+def test_a_reason_of_the_layer_goes_before_settings_that_differ():
+    other = message(EXCLUDED, protocol=(("layout", "aligned"), PROTOCOL[1]))
+    assert agree([message(), other]) == [f"rank 1: {EXCLUDED}"]
 
 
 def test_a_fault_of_one_rank_is_raised_by_all():

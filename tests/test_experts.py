@@ -97,7 +97,7 @@ KNOWN = {
         lambda: nn.Sequential(
             nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, FFN), nn.ReLU(), nn.Linear(FFN, HIDDEN)
         ),
-        "sequential",
+        "chain",
     ),
     "dropouts": (
         lambda: nn.Sequential(

@@ -1,19 +1,19 @@
-"""cases.md 1, 2, 3, 5, 6, 8, 9 and 12 on DeepSpeed layers, and failures of one of four ranks."""
+"""cases.md 1, 2, 3, 5 to 10 and 12 on DeepSpeed layers, four ranks."""
 
 from __future__ import annotations
 
-import copy
+import gc
+import os
 import random
 import time
+import weakref
 
 import deepspeed
 import torch
-from deepspeed.moe.sharded_moe import MOELayer
 from moe_models import (
     EXPERTS,
     HIDDEN,
     assert_close,
-    dense_experts,
     make_moe,
     oracle,
     own_routing,
@@ -25,7 +25,7 @@ from moe_models import (
 from torch import nn
 
 import ds_tilemoe
-from ds_tilemoe.errors import CapacityError, RankFailure, TileMoEError, UnsupportedLayerError
+from ds_tilemoe.errors import CapacityError, RankFailure, UnsupportedLayerError
 from ds_tilemoe.layers.native import TileMOELayer
 from ds_tilemoe.testing import case, rank_tests
 
@@ -57,7 +57,6 @@ def case_01_experts_and_ranks_without_rows(ctx):
     everyone = set(range(EXPERTS))
     for k, wanted in ((2, everyone - {3, 6}), (2, everyone - {4, 5}), (1, {0})):
         moe = swapped(k=k)
-        experts = moe.deepspeed_moe.experts.deepspeed_experts
         run(moe, tokens(32, HIDDEN))
         steer(moe, wanted)
         x = tokens(32, HIDDEN, seed=1)
@@ -72,14 +71,15 @@ def case_01_experts_and_ranks_without_rows(ctx):
             assert_close(y, want)
             first = y if first is None else first
             assert torch.equal(y, first)
-        assert len(experts) == 2
 
 
 @case
 def case_02_ranks_without_tokens(ctx):
     moe = swapped()
-    for on_rank_2, elsewhere in ((0, 17), (1, 17), (0, 0), (5, 17)):
-        x = tokens(on_rank_2 if ctx.rank == 2 else elsewhere, HIDDEN, seed=elsewhere)
+    one_row, none = [(1, 17), (1, 0)]
+    sizes = [((0,), (17,)), (none, one_row), ((1,), (17,)), ((0,), (0,)), (none, none)]
+    for on_rank_2, elsewhere in [*sizes, ((5,), (17,))]:
+        x = tokens(*(on_rank_2 if ctx.rank == 2 else elsewhere), HIDDEN, seed=elsewhere[-1])
         y, l_aux, exp_counts = run(moe, x)
         assert y.shape == x.shape
         assert y.dtype == x.dtype
@@ -92,27 +92,18 @@ def case_02_ranks_without_tokens(ctx):
     assert_close(run(moe, x)[0], oracle(moe, x))
 
 
-@case(hidden=[200, 72, 130, 1])
-def case_03_odd_sizes(ctx, hidden):
-    for ffn in (200, 33):
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-            moe = make_moe(4, hidden=hidden, ffn=ffn, drop_tokens=False).to(dtype)
-            odd_size(moe, hidden, dtype, tolerance)
-
-
-@case(hidden=[1536, 2880], ffn=[33, 2880])
-def case_03_wide_odd_sizes(ctx, hidden, ffn):
-    moe = make_moe(4, hidden=hidden, ffn=ffn, experts=4, drop_tokens=False)
-    odd_size(moe, hidden, torch.float32, 1e-5)
-
-
-def odd_size(moe, hidden, dtype, tolerance):
-    x = tokens(13, hidden, dtype=dtype)
-    want = run(moe, x)[0]
-    ds_tilemoe.apply(moe, {"strict": True})
-    got = run(moe, x)[0]
-    for part in (slice(None), (slice(None), slice(-16, None)), slice(-1, None)):
-        assert_close(got[part], want[part], tolerance)
+@case(hidden=[2880, 1536, 200, 72, 130, 1], ffn=[2880, 200, 33])
+def case_03_odd_sizes(ctx, hidden, ffn):
+    moe, x = make_moe(4, hidden=hidden, ffn=ffn, drop_tokens=False), tokens(13, hidden)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        ds_tilemoe.restore(moe.to(dtype))
+        want = run(moe, x.to(dtype))[0]
+        ds_tilemoe.apply(moe, {"strict": True})
+        got = run(moe, x.to(dtype))[0]
+        # The last columns and the last row are judged by their own size, not by the whole's.
+        for part in (slice(None), (slice(None), slice(-16, None)), slice(-1, None)):
+            scale = want[part].float().abs().max()
+            assert_close(got[part].float() / scale, want[part].float() / scale, tolerance)
 
 
 @case
@@ -140,6 +131,7 @@ def case_06_experts_and_group_sizes(ctx):
 @case
 def case_06_impossible_group_sizes(ctx):
     began = time.perf_counter()
+    # (c) E=6 on 4 ranks: DeepSpeed's own assertion, at construction; no such layer reaches apply().
     assert "divisible" in str(raised(lambda: make_moe(4, experts=6)))
     moe = make_moe(8, experts=8, parallel=False)
     error = raised(ds_tilemoe.apply, moe)
@@ -150,6 +142,37 @@ def case_06_impossible_group_sizes(ctx):
     error = raised(lambda: deepspeed.initialize(model=moe, config=config))
     assert "not divisible" in same_everywhere(str(error))
     assert time.perf_counter() - began < 10
+
+
+def remote_identity(ctx):
+    """Top-1, weight 1: every token goes to the next rank and comes back as it is."""
+    moe = make_moe(4, "plain", k=1, drop_tokens=False, experts=4, min_capacity=0)
+    with torch.no_grad():
+        for expert in moe.deepspeed_moe.experts.deepspeed_experts:
+            expert.weight.copy_(torch.eye(HIDDEN))
+            expert.bias.zero_()
+        moe.deepspeed_moe.gate.wg.weight.zero_()
+        moe.deepspeed_moe.gate.wg.weight[(ctx.rank + 1) % 4, 0] = 100.0
+    assert ds_tilemoe.apply(moe).swapped
+    return moe
+
+
+@case
+def case_07_flags_of_earlier_calls(ctx):
+    """300 calls of a layer, of a new one in the same process, and of two in turn."""
+    rng = random.Random(7)
+    for layers in (1, 1, 2):
+        made = [remote_identity(ctx) for _ in range(layers)]
+        for i in range(1, 301):
+            sleeper, pause = rng.randrange(8), rng.uniform(0, 0.02)
+            if sleeper == ctx.rank:
+                time.sleep(pause)
+            y = run(made[i % layers], torch.full((8, HIDDEN), float(i)))[0]
+            assert (y == i).all(), f"call {i}: {y.unique().tolist()}"
+        states = [weakref.ref(moe.deepspeed_moe._tile) for moe in made]
+        del made
+        gc.collect()
+        assert not any(state() for state in states), "the layers live on"
 
 
 @case(block=[{}, {"max_tokens_per_rank": 256}])
@@ -205,6 +228,26 @@ def case_09_exact_capacities(ctx):
     assert_close(run(moe, x)[0], oracle(moe, x))
 
 
+@case
+def case_10_four_ranks_on_one_core(ctx):
+    run(swapped(), tokens(3, HIDDEN))  # the op is built
+    began, cores = time.perf_counter(), os.sched_getaffinity(0)
+    try:
+        pin({min(cores)})
+        moe = swapped(block={"num_consumer_ctas": 4})
+        for i in range(10):
+            x = tokens(16, HIDDEN, seed=i)
+            assert_close(run(moe, x)[0], oracle(moe, x))
+    finally:
+        pin(cores)
+    assert time.perf_counter() - began < 60
+
+
+def pin(cores):
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
 @case(weights=["float32", "bfloat16", "float16"])
 def case_12_autocast(ctx, weights):
     moe = make_moe(4, "swiglu", drop_tokens=False).to(getattr(torch, weights))
@@ -225,123 +268,6 @@ def case_12_autocast(ctx, weights):
         assert f"float32 input, its experts have {weights}" in same_everywhere(str(error))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(run(block, x)[0], got)
-
-
-@case
-def case_12_casts_after_the_swap(ctx):
-    moe, x = swapped(), tokens(7, HIDDEN)
-    want = run(moe, x)[0]
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        moe.to(dtype)
-        got = run(moe, x.to(dtype))[0]
-        assert got.dtype == dtype
-        assert_close(got, want, 2e-2)
-    gate_in_fp32 = swapped()
-    gate_in_fp32.deepspeed_moe.experts.bfloat16()
-    assert_close(run(gate_in_fp32, x.bfloat16())[0], want, 2e-2)
-
-
-@case
-def case_12_mismatch_on_one_rank(ctx):
-    moe, x = swapped(), tokens(7, HIDDEN)
-    want = run(moe, x)[0]
-    error = raised(run, moe, x.bfloat16() if ctx.rank == 3 else x)
-    assert isinstance(error, RankFailure)
-    assert "rank 3" in same_everywhere(str(error))
-    assert_close(run(moe, x)[0], want)
-    if ctx.rank == 1:
-        moe.bfloat16()
-    for _ in range(2):
-        error = raised(run, moe, x.bfloat16() if ctx.rank == 1 else x)
-        assert isinstance(error, TileMoEError)
-        assert "different dtypes or modes" in same_everywhere(str(error))
-    with torch.no_grad():
-        moe.float()
-    y = run(moe, x)[0]
-    assert_close(y, want, 2e-2)
-
-
-@case
-def one_gate_fails_and_all_raise(ctx):
-    moe, x = swapped(k=1, min_capacity=4), tokens(9, HIDDEN)
-    moe.deepspeed_moe.wall_clock_breakdown = True
-    moe.deepspeed_moe.gate.wall_clock_breakdown = True
-    want = run(moe, x)[0]
-    # DeepSpeed's own assertion: fewer tokens than min_capacity.
-    error = raised(run, moe, x[:2] if ctx.rank == 2 else x)
-    assert isinstance(error, RankFailure)
-    text = same_everywhere(str(error))
-    assert "rank 2" in text
-    assert "min_capacity" in text
-    assert isinstance(error.__cause__, AssertionError) == (ctx.rank == 2)
-    assert moe.deepspeed_moe.gate.ep_group is moe.deepspeed_moe.ep_group
-    assert torch.equal(run(moe, x)[0], want)
-    error = raised(run, moe, x[:, :-1] if ctx.rank == 0 else x)
-    assert "width 63; wanted its hidden size 64" in same_everywhere(str(error))
-    assert torch.equal(run(moe, x)[0], want)
-
-
-@case
-def dropout_in_training_mode_is_deepspeeds_path(ctx):
-    expert = nn.Sequential(nn.Linear(HIDDEN, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, HIDDEN))
-    moe, x = swapped(kind=expert), tokens(8, HIDDEN)
-    want = oracle(moe.eval(), x, experts=[expert.eval() for expert in dense_experts(moe)])
-    for _ in range(2):
-        assert_close(run(moe.eval(), x)[0], want)
-        random_output = run(moe.train(), x)[0]
-        assert not torch.allclose(random_output, want)
-        assert type(moe.deepspeed_moe) is TileMOELayer
-
-
-@case
-def replaced_submodules_are_noticed(ctx):
-    moe, x = swapped(), tokens(8, HIDDEN)
-    run(moe, x)
-    for expert in moe.deepspeed_moe.experts.deepspeed_experts:
-        expert[2] = nn.Linear(96, HIDDEN, bias=False)
-        nn.init.ones_(expert[2].weight)
-    got = run(moe, x)[0]
-    assert type(moe.deepspeed_moe) is TileMOELayer
-    assert_close(got, run_unswapped(moe, x))
-    for expert in moe.deepspeed_moe.experts.deepspeed_experts:
-        expert[1] = nn.Sequential(nn.ReLU(), nn.Dropout(0.9))
-    assert_close(run(moe.eval(), x)[0], run_unswapped(moe, x))
-    for expert in moe.deepspeed_moe.experts.deepspeed_experts:
-        expert[1][1] = nn.Dropout(0.8)
-    first, second = (run(moe.train(), x)[0] for _ in range(2))
-    assert not torch.equal(first, second), "dropout was lost"
-    for expert in moe.deepspeed_moe.experts.deepspeed_experts:
-        expert[0].register_forward_hook(lambda module, args, output: 0 * output)
-    assert (run(moe.eval(), x)[0] == 0).all(), "a hook was lost"
-    assert type(moe.deepspeed_moe) is MOELayer
-
-
-def run_unswapped(moe, x):
-    twin = copy.deepcopy(moe)
-    ds_tilemoe.restore(twin)
-    return run(twin, x)[0]
-
-
-@case
-def failed_heap_and_apply_again(ctx):
-    moe, x = swapped(block={"wait_timeout_s": 2.0}), tokens(8, HIDDEN)
-    want = run(moe, x)[0]
-    front = moe.deepspeed_moe._tile.experts[0].front
-
-    def broken(rows):
-        raise MemoryError("no room for the front")
-
-    if ctx.rank == 1:
-        moe.deepspeed_moe._tile.experts[0].front = broken
-    assert "no room for the front" in str(raised(run, moe, x))
-    moe.deepspeed_moe._tile.experts[0].front = front
-    for action in (lambda: run(moe, x), lambda: ds_tilemoe.check(moe)):
-        error = raised(action)
-        assert "no room for the front" in str(error)
-        assert "apply" in str(error)
-    assert ds_tilemoe.apply(moe, {"wait_timeout_s": 2.0}).swapped
-    assert torch.equal(run(moe, x)[0], want)
-    ds_tilemoe.check(moe)
 
 
 test_ranks = rank_tests(__file__, world=4, timeout_s=150)

@@ -44,7 +44,6 @@ y = backend.forward(shape, experts, x, Routing(ids, weights, torch.zeros(()), co
 stacked = torch.stack([x @ expert.down_weight.T for expert in experts], 1)
 wanted = sum(stacked[torch.arange(T), ids[:, k].long()] * weights[:, k:k + 1] for k in range(K))
 torch.testing.assert_close(y, wanted)
-backend.close()
 print(ds_tilemoe.__file__, csrc_root(), backend._op.__file__, sep="\\n")
 """
 
@@ -62,6 +61,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.returncode == 0, run.stdout + run.stderr
     (path,) = out.glob("*.whl")
     return path
+
+
+def test_imports_are_dependencies() -> None:
+    """What stands in an extra alone is imported where it is asked for, and nowhere else."""
+    named = re.compile(r"[\w-]+")
+    dependencies = {named.match(entry)[0] for entry in PROJECT["project"]["dependencies"]}
+    own = {"ds_tilemoe", "demo", *(path.stem for path in REPO.glob("launch/*.py"))}
+    extras = {"pytest": ["testing.py"], "nvshmem": ["transport.py"], "cuda": ["transport.py"]}
+    for path in [*REPO.glob("ds_tilemoe/**/*.py"), *REPO.glob("launch/**/*.py")]:
+        text = path.read_text()
+        found = set(re.findall(r"^ *(?:import|from) (\w+)[\w.]*(?: import| as|$)", text, re.M))
+        for name in found - sys.stdlib_module_names - own - dependencies:
+            assert path.name in extras.get(name, []), f"{path.name} imports {name}"
 
 
 def test_wheel_holds_every_source_and_nothing_compiled(wheel: Path) -> None:

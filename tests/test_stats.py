@@ -136,8 +136,10 @@ def test_export_config(layer, tmp_path):
     assert load_config(path).layout == "aligned"
 
 
-def test_export_config_before_any_call():
-    gc.collect()
-    if not any(s.settings for s in stats.all_stats()):
-        with pytest.raises(ValueError, match="run a forward first"):
-            stats.export_config()
+def test_export_config_before_any_call(monkeypatch):
+    monkeypatch.setattr(stats, "_alive", [])
+    never_run = LayerStats("never run")
+    with pytest.raises(ValueError, match="run a forward first"):
+        stats.export_config()
+    never_run.settings = {"tile_m": 16}
+    assert stats.export_config() == {"tile_overlap": {"tile_m": 16}}

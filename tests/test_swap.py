@@ -213,7 +213,7 @@ def test_arguments_that_are_no_model():
         ds_tilemoe.apply(nn.Linear(1, 1), {"strikt": True})
 
 
-def fail_to_build():
+def fail_to_build(*_, **__):
     raise BuildError("g++ is not there; install it")
 
 
@@ -253,22 +253,87 @@ def test_errors_of_the_gate():
     assert_close(run(moe, tokens(9, HIDDEN))[0], oracle(moe, tokens(9, HIDDEN)))
 
 
-def test_measuring_puts_the_mover_back():
-    moe = make_moe()
-    ds_tilemoe.apply(moe)
-    run(moe, tokens(5, HIDDEN))
-    backend = moe.deepspeed_moe._tile.runtime(moe.deepspeed_moe).backend
+def movers_of(moe, monkeypatch):
+    """The mover of each call from now on."""
     seen = []
+    runtime = moe.deepspeed_moe._tile.runtime(moe.deepspeed_moe)
+    forward = runtime.backend.forward
+    spy = lambda *args: (seen.append(runtime.backend.mover), forward(*args))[1]  # noqa: E731
+    monkeypatch.setattr(runtime.backend, "forward", spy)
+    return seen
+
+
+def test_measuring_ends_with_its_block(monkeypatch):
+    moe, x = make_moe(), tokens(5, HIDDEN)
+    ds_tilemoe.apply(moe, {"mover": "none"})
+    run(moe, x)
+    seen = movers_of(moe, monkeypatch)
 
     def fail():
         with measure_combine_alone(moe):
-            seen.append(backend.mover)
+            run(moe, x)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert [*seen, backend.mover] == ["sequential", "auto"]
+    run(moe, x)
+    assert seen == ["sequential", "none"]
 
 
-def test_check_without_failure():
-    ds_tilemoe.check(model_of(make_moe()))
+def test_measuring_before_the_first_forward():
+    moe, x = make_moe(), tokens(5, HIDDEN)
+    ds_tilemoe.apply(moe)
+    stats = moe.deepspeed_moe._tile.stats
+    with measure_combine_alone(moe):
+        run(moe, x)
+    assert stats.combine_alone_ns is not None
+    assert stats.calls == 0
+    run(moe, x)
+    assert stats.calls == 1
+
+
+def test_check():
+    moe, x = make_moe(), tokens(5, HIDDEN)
+    ds_tilemoe.check(moe)
+    ds_tilemoe.apply(moe)
+    ds_tilemoe.check(moe)
+    run(moe, x)
+    state = moe.deepspeed_moe._tile
+    for cut in state.experts:
+        cut.front = lambda rows: rows[:, :3]  # fails in mid-call
+    raised(run, moe, x)
+    assert "has failed" in str(raised(ds_tilemoe.check, moe))
+    ds_tilemoe.apply(moe)
+    ds_tilemoe.check(moe)  # the failed heap is no longer in use
+    assert_close(run(moe, x)[0], oracle(moe, x))
+
+
+def test_more_choices_than_experts(caplog):
+    moe, x = make_moe(experts=1, k=2, drop_tokens=False), tokens(5, HIDDEN)
+    want = run(moe, x)[0]
+    (entry,) = ds_tilemoe.apply(moe).layers
+    assert (entry.status, entry.reason) == ("kept", "its gate chooses 2 of 1 experts")
+    assert entry.reason in caplog.text
+    assert torch.equal(run(moe, x)[0], want)
+
+
+class NoParameters(nn.Module):
+    def forward(self, x):
+        return x.relu()
+
+
+def test_experts_without_parameters():
+    moe, x = make_moe(kind=NoParameters(), experts=2, k=1), tokens(6, HIDDEN)
+    want = run(moe, x)[0]
+    (entry,) = ds_tilemoe.apply(moe).layers
+    assert (entry.status, entry.reason) == ("kept", "an expert (NoParameters) has no parameters")
+    assert torch.equal(run(moe, x)[0], want)
+
+
+def test_what_cannot_be_examined_is_a_reason():
+    moe = make_moe()
+    del moe.deepspeed_moe.gate.wg
+    (entry,) = ds_tilemoe.apply(moe).layers
+    assert entry.status == "kept"
+    assert "it could not be examined: AttributeError: " in entry.reason
+    assert "wg" in entry.reason

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from ds_tilemoe import testing
-from ds_tilemoe.testing import RanksError, cases_of, check_case, run_ranks, tagged_rows
+from ds_tilemoe.testing import (
+    RanksError,
+    cases_of,
+    check_case,
+    rank_tests,
+    run_ranks,
+    tagged_rows,
+)
 
 CASES = """
 import datetime, os
@@ -106,6 +113,42 @@ def test_a_dead_rank_takes_the_others_along(
     assert [result.returncode for result in results] == [3, -9]
     for result in results:
         assert not _runs(int(result.stdout)), "a child of a rank lives on"
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("lambda: time.sleep(600)", r"ranks \[1\] still ran after 12 s"),
+        (
+            "lambda: os._exit(3)",
+            r"ranks \[1\] did not end well after their cases\n--- rank 1, exit 3",
+        ),
+    ],
+    ids=["hangs", "fails"],
+)
+def test_a_bad_end_fails_the_last_case(tmp_path: Path, ending: str, told: str) -> None:
+    source = write(
+        tmp_path / f"ends_{len(ending)}.py",
+        "import atexit, os, time\nfrom ds_tilemoe.testing import case\n"
+        f"if os.environ.get('RANK') == '1':\n    atexit.register({ending})\n"
+        "@case\ndef first(ctx):\n    pass\n@case\ndef last(ctx):\n    pass\n",
+    )
+    test = rank_tests(source, world=2, timeout_s=12)
+    test("first")
+    with pytest.raises(RanksError, match=told):
+        test("last")
+
+
+def test_a_line_cut_off_is_a_case_not_run(tmp_path: Path) -> None:
+    for name in ("0.out", "0.err"):
+        write(tmp_path / name, "")
+    whole = '{"name": "a", "ok": true, "error": "", "seconds": 1.0, "value": null}\n'
+    write(tmp_path / "0.jsonl", whole + whole[:30])
+    result = testing._result(tmp_path, 0, -9)
+    assert [entry.name for entry in result.cases] == ["a"]
+    check_case([result], "a")
+    with pytest.raises(RanksError, match="rank 0 has not run b\n--- rank 0, exit -9"):
+        check_case([result], "b")
 
 
 def test_tagged_rows_tell_their_place() -> None:

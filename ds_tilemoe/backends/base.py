@@ -28,6 +28,7 @@ class LayerShape:
         ffn: F, width of the rows that the down projection reads.
         out: N, width of the rows that come back.
         dtype: dtype of the expert weights and of the rows.
+        device: type of the device that the experts are on, "cpu" or "cuda".
     """
 
     name: str
@@ -37,6 +38,22 @@ class LayerShape:
     ffn: int
     out: int
     dtype: torch.dtype
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class FrontGemm:
+    """A front that is act(x W^T + b), or act(gate) * up with two matrices.
+
+    Attributes:
+        activation: "gelu" (the erf form), "silu" or "relu"; of the gate.
+        weights: (up,) or (gate, up), each [F, H].
+        biases: of each, [F] or None.
+    """
+
+    activation: str
+    weights: tuple[torch.Tensor, ...]
+    biases: tuple[torch.Tensor | None, ...]
 
 
 class Expert(Protocol):
@@ -44,6 +61,11 @@ class Expert(Protocol):
 
     def front(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> [rows, F]: everything before the down projection."""
+        ...
+
+    @property
+    def front_gemm(self) -> FrontGemm | None:
+        """The front as one GEMM with an activation, if that is what it is."""
         ...
 
     @property
@@ -63,17 +85,21 @@ class Backend(Protocol):
     Every rank calls ``ensure`` and ``forward`` in one order; the rest is local.
 
     Attributes:
-        name: "cpu".
+        name: "cpu" or "cuda".
         tile_m: rows of a band.
         mover: "auto", "sm", "none", or "sequential" for measuring: rows move when all tiles are
             made. May be set between calls, on each rank alone.
-        last_stats: of the last forward.
     """
 
     name: str
     tile_m: int
     mover: str
-    last_stats: IterationStats | None
+
+    @property
+    def last_stats(self) -> IterationStats | None:
+        """Of the last forward. On CUDA it waits for its end, and is None unless asked for: by
+        ``stats`` of the block, or by the mover "sequential"."""
+        ...
 
     @property
     def chosen(self) -> dict[str, object]:
@@ -113,10 +139,34 @@ class Backend(Protocol):
         Raises:
             RankFailure: a rank passed an exception as its routing.
             CapacityError: a rank has more tokens than the heap was made for.
-            DeadlineError: a peer did not do its part in time, or the heap failed earlier.
+            DeadlineError: a peer did not do its part in time, or the heap failed earlier. On CUDA
+                a failure behind dispatch fills the result with NaN, and the next forward raises.
         """
         ...
 
     def failure(self) -> str:
-        """The first cause that made the heap unusable, or ""."""
+        """The first cause that made the heap unusable, or "". On CUDA it waits for the device."""
         ...
+
+
+def local_problem(
+    shape: LayerShape, x: torch.Tensor, routing: Routing | Exception, device: str
+) -> Exception | None:
+    """Why this rank cannot take part; told to all ranks, so that none waits for this one."""
+    if isinstance(routing, Exception):
+        return routing
+    if str(x.device) != device:
+        return ValueError(f"rows are on {x.device}, wanted {device}")
+    if x.dim() != 2 or x.shape[1] != shape.hidden:
+        return ValueError(f"rows have shape {list(x.shape)}, wanted [tokens, {shape.hidden}]")
+    if x.dtype != shape.dtype:
+        return TypeError(
+            f"rows are {x.dtype}, the experts' weights {shape.dtype}: cast one of them or run "
+            "under torch.autocast"
+        )
+    if tuple(routing.expert_ids.shape) != (x.shape[0], shape.topk):
+        return ValueError(
+            f"expert_ids has shape {list(routing.expert_ids.shape)}, wanted "
+            f"[{x.shape[0]}, {shape.topk}]"
+        )
+    return None

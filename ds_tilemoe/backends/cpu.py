@@ -15,13 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_tilemoe.backends.base import Expert, LayerShape
+from ds_tilemoe.backends.base import Expert, LayerShape, local_problem
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import CapacityError, DeadlineError, RankFailure, TileMoEError
 from ds_tilemoe.op_builder import CPUTileMoEBuilder
 from ds_tilemoe.routing import Routing
 from ds_tilemoe.stats import IterationStats
-from ds_tilemoe.symmetric_heap import HeapShape, SymmetricHeap, gather, open_heap
+from ds_tilemoe.symmetric_heap import (
+    HeapShape,
+    SymmetricHeap,
+    gather,
+    group_timeout_s,
+    open_heap,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +35,6 @@ _TILE_M = 16
 _CHUNK_BYTES = 128 * 1024
 _LAYOUTS = {"auto": 0, "compact": 0, "aligned": 1}
 _MOVERS = {"auto": 0, "sm": 0, "none": 1, "sequential": 2}
-_DEFAULT_GROUP_TIMEOUT_S = 1800.0  # torch's own default for gloo
 
 
 class CpuBackend:
@@ -91,7 +96,7 @@ class CpuBackend:
             recv_bytes=wanted.recv_bytes,
             max_tokens=wanted.max_tokens,
             wait_timeout_s=float(self.config.wait_timeout_s),
-            group_timeout_s=_group_timeout_s(self.group),
+            group_timeout_s=group_timeout_s(self.group, "cpu"),
             pids=self._heap.pids,
         )
 
@@ -170,7 +175,7 @@ class CpuBackend:
         routing: Routing | Exception,
     ) -> torch.Tensor:
         rank = self._rank
-        problem = _local_problem(shape, x, routing)
+        problem = local_problem(shape, x, routing, "cpu")
         try:
             self._begin(shape, routing, problem)
             assert isinstance(routing, Routing)
@@ -305,36 +310,3 @@ def _plain(text: str) -> str:
 
 def _bands_per_segment(config: TileOverlapConfig) -> int:
     return 1 if config.bands_per_segment == "auto" else config.bands_per_segment
-
-
-def _local_problem(
-    shape: LayerShape, x: torch.Tensor, routing: Routing | Exception
-) -> Exception | None:
-    """Why this rank cannot take part; told to all ranks, so that none waits for this one."""
-    if isinstance(routing, Exception):
-        return routing
-    if x.device.type != "cpu":
-        return ValueError(f"rows are on {x.device}, wanted cpu")
-    if x.dim() != 2 or x.shape[1] != shape.hidden:
-        return ValueError(f"rows have shape {list(x.shape)}, wanted [tokens, {shape.hidden}]")
-    if x.dtype != shape.dtype:
-        return TypeError(
-            f"rows are {x.dtype}, the experts' weights {shape.dtype}: cast one of them or run "
-            "under torch.autocast"
-        )
-    if tuple(routing.expert_ids.shape) != (x.shape[0], shape.topk):
-        return ValueError(
-            f"expert_ids has shape {list(routing.expert_ids.shape)}, wanted "
-            f"[{x.shape[0]}, {shape.topk}]"
-        )
-    return None
-
-
-def _group_timeout_s(group: dist.ProcessGroup | None) -> float:
-    """The process group's own timeout: before a peer's first word in a call, slow is not dead."""
-    if group is None:
-        return _DEFAULT_GROUP_TIMEOUT_S
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
-        return _DEFAULT_GROUP_TIMEOUT_S

@@ -16,10 +16,14 @@ from ds_tilemoe.errors import BuildError, TileMoEError, UnsupportedLayerError
 
 Decision = LayerShape | str  # a shape: our backend; text: why the layer keeps DeepSpeed's path
 
+# Reasons that are the user's own wish, and so no matter of ``strict`` where all ranks have them.
+EXCLUDED = "its name does not match tile_overlap.layers"
+DISABLED = "tile_overlap.enabled is false"
+
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank says about one layer: a shape it can run, or the reason why it cannot."""
+    """What one rank says about one layer: a shape it can run, or the reason why it does not."""
 
     layer: str
     outcome: Decision
@@ -32,19 +36,21 @@ class Message:
     Attributes:
         offers: in model order.
         protocol: settings and versions that must be equal.
+        rank: who says it, for messages; None for the place in the group.
         strict: whether this rank wants an error instead of a layer left as it is.
         grad: this rank's grad mode; None outside a forward.
         tokens: of this rank in this call; None outside a forward.
-        situation: dtype and mode of this call in words; None outside a forward.
+        dtype: of the experts' output in this call; None outside a forward.
         fault: an explicit choice that this rank cannot meet; all ranks raise it.
     """
 
     offers: tuple[Offer, ...]
     protocol: tuple[tuple[str, Any], ...]
+    rank: int | None = None
     strict: bool = False
     grad: bool | None = None
     tokens: int | None = None
-    situation: str | None = None
+    dtype: str | None = None
     fault: str | None = None
 
 
@@ -59,36 +65,40 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
         BuildError: a rank cannot meet an explicit choice of backend.
         UnsupportedLayerError: a layer would be left as it is, and a rank is strict.
     """
-    for rank, message in enumerate(messages):
+    ranks = [i if message.rank is None else message.rank for i, message in enumerate(messages)]
+    for rank, message in zip(ranks, messages, strict=True):
         if message.fault:
             raise BuildError(f"rank {rank}: {message.fault}")
     names = [tuple(offer.layer for offer in message.offers) for message in messages]
     label = ", ".join(names[0])
     _demand_equal(
+        ranks,
         names,
         "the ranks swap or run different layers",
         "build and call the model alike on all ranks",
     )
     _demand_equal(
+        ranks,
         [{None: None, True: "enabled", False: "disabled"}[message.grad] for message in messages],
         f"layer {label}: the ranks are in different grad modes",
         "use torch.no_grad() on all ranks of the expert-parallel group or on none",
     )
     _demand_equal(
-        [message.situation for message in messages],
-        f"layer {label}: the ranks call it with different dtypes or modes",
-        "cast, autocast and switch train()/eval() alike on all ranks",
+        ranks,
+        [message.dtype for message in messages],
+        f"layer {label}: the ranks call it with different dtypes",
+        "cast and autocast alike on all ranks",
     )
-    common = _protocol_difference(messages)
+    common = _protocol_difference(ranks, messages)
     decisions = [
-        common or _one_layer([message.offers[i] for message in messages])
+        _one_layer(ranks, [message.offers[i] for message in messages], common)
         for i in range(len(messages[0].offers))
     ]
     if any(message.strict for message in messages):
         kept = [
             f"{offer.layer}: {decision}"
             for offer, decision in zip(messages[0].offers, decisions, strict=True)
-            if isinstance(decision, str)
+            if isinstance(decision, str) and decision not in (EXCLUDED, DISABLED)
         ]
         if kept:
             raise UnsupportedLayerError(
@@ -97,26 +107,29 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
     return decisions
 
 
-def _one_layer(offers: Sequence[Offer]) -> Decision:
+def _one_layer(ranks: Sequence[int], offers: Sequence[Offer], common: str | None) -> Decision:
     outcomes = [offer.outcome for offer in offers]
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in zip(ranks, outcomes, strict=True):
         if isinstance(outcome, str):
             return outcome if len(set(outcomes)) == 1 else f"rank {rank}: {outcome}"
-    for rank, outcome in enumerate(outcomes):
-        if outcome != outcomes[0]:
-            return f"shapes differ: {outcomes[0]} on rank 0, {outcome} on rank {rank}"
-    return outcomes[0]
+    difference = _difference(ranks, outcomes)
+    return common or (f"shapes differ: {difference}" if difference else outcomes[0])
 
 
-def _protocol_difference(messages: Sequence[Message]) -> str | None:
-    for rank, message in enumerate(messages):
-        for (name, first), (_, value) in zip(messages[0].protocol, message.protocol, strict=True):
-            if value != first:
-                return f"{name} differs: {first!r} on rank 0, {value!r} on rank {rank}"
+def _protocol_difference(ranks: Sequence[int], messages: Sequence[Message]) -> str | None:
+    for entries in zip(*(message.protocol for message in messages), strict=True):
+        if difference := _difference(ranks, [repr(value) for _, value in entries]):
+            return f"{entries[0][0]} differs: {difference}"
     return None
 
 
-def _demand_equal(values: Sequence[object], what: str, fix: str) -> None:
-    for rank, value in enumerate(values):
+def _demand_equal(ranks: Sequence[int], values: Sequence[object], what: str, fix: str) -> None:
+    if difference := _difference(ranks, values):
+        raise TileMoEError(f"{what}: {difference}; fix: {fix}")
+
+
+def _difference(ranks: Sequence[int], values: Sequence[object]) -> str | None:
+    for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
-            raise TileMoEError(f"{what}: {values[0]} on rank 0, {value} on rank {rank}; fix: {fix}")
+            return f"{values[0]} on rank {ranks[0]}, {value} on rank {rank}"
+    return None

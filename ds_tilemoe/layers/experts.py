@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_tilemoe.backends.base import FrontGemm
+
 Activation = Callable[[Tensor], Tensor]
 
 # Tried in this order where an expert has no activation module of its own that fits.
@@ -77,7 +79,7 @@ class Recipe:
 
     Attributes:
         kind: "linear" (the expert is its down projection), "linear_act_linear", "gated" (gate and
-            up in two matrices), "gated_fused" (gate and up in one matrix, halves), "sequential"
+            up in two matrices), "gated_fused" (gate and up in one matrix, halves), "chain"
             (children of an nn.Sequential in turn) or "registered".
         ups: paths of the front's matrices inside the expert; (gate, up) for "gated".
         activation: a name in ACTIVATIONS, or "module:PATH" or "callable:PATH" of the expert.
@@ -104,6 +106,12 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ in MEGATRON_LINEARS
 
 
+def hooks_of(module: nn.Module) -> str:
+    """Names of the functions that are hooked onto the module's forward; "" if none is."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+
+
 class LocalExpert:
     """One expert as a backend sees it (``backends.base.Expert``), cut by a recipe.
 
@@ -123,18 +131,33 @@ class LocalExpert:
         else:
             self._down = expert.get_submodule(recipe.down)
             self.front = _make_front(expert, recipe)
+        self._ups = [expert.get_submodule(path) for path in recipe.ups]
+        self._epilogue = _epilogue(_activation(expert, recipe.activation)) if self._ups else None
         # What this object was made from; see is_current().
-        self._modules = list(expert.modules())
+        self._modules = [(module, type(module)) for module in expert.modules()]
         self._places = [
             (parent._modules, key, child)
-            for parent in self._modules
+            for parent, _ in self._modules
             for key, child in parent._modules.items()
         ]
-        self._linears = [module for module in self._modules if is_linear(module)]
+        self._linears = [module for module, _ in self._modules if is_linear(module)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [rows, N], as the recipe has it."""
         return F.linear(self.front(x), self.down_weight, self.down_bias)
+
+    @property
+    def front_gemm(self) -> FrontGemm | None:
+        if self._epilogue is None:
+            return None
+        weights = tuple(up.weight for up in self._ups)
+        biases = tuple(getattr(up, "bias", None) for up in self._ups)
+        if self.recipe.kind == "gated_fused":
+            parts = [None if t is None else t.chunk(2) for t in (weights[0], biases[0])]
+            weights, biases = (p or (None, None) for p in parts)
+            if not self.recipe.gate_first:
+                weights, biases = weights[::-1], biases[::-1]
+        return FrontGemm(self._epilogue, weights, biases)
 
     @property
     def down_weight(self) -> Tensor:
@@ -157,11 +180,17 @@ class LocalExpert:
         return self.recipe.random_in_training or any(d.p > 0 for d in self._dropouts)
 
     def is_current(self) -> bool:
-        """False once a submodule was replaced (by LoRA, say), hooked or cast apart from others."""
+        """False once a submodule was replaced, hooked, patched or cast apart from the others."""
         dtype = self.down_weight.dtype
         return (
             all(modules.get(key) is child for modules, key, child in self._places)
-            and not any(m._forward_hooks or m._forward_pre_hooks for m in self._modules)
+            and not any(
+                m._forward_hooks
+                or m._forward_pre_hooks
+                or "forward" in m.__dict__
+                or type(m) is not cls  # a parametrised module gets a class of its own
+                for m, cls in self._modules
+            )
             and all(linear.weight.dtype == dtype for linear in self._linears)
         )
 
@@ -181,6 +210,10 @@ class AutocastExpert:
             return self.expert.front(x).to(self.dtype)
 
     @property
+    def front_gemm(self) -> FrontGemm | None:
+        return None  # autocast may treat the activation as it likes
+
+    @property
     def down_weight(self) -> Tensor:
         return self.expert.down_weight.to(self.dtype)
 
@@ -193,7 +226,7 @@ class AutocastExpert:
 def _make_front(expert: nn.Module, recipe: Recipe) -> Activation:
     if recipe.kind == "linear":
         return lambda x: x
-    if recipe.kind == "sequential":
+    if recipe.kind == "chain":
         names = list(expert._modules)
         head = [expert.get_submodule(name) for name in names[: names.index(recipe.down)]]
 
@@ -228,3 +261,13 @@ def _activation(expert: nn.Module, name: str) -> Activation:
         parent, _, attribute = path.rpartition(".")
         return getattr(expert.get_submodule(parent), attribute)
     return ACTIVATIONS[source]
+
+
+def _epilogue(activation: Activation) -> str | None:
+    """Its name among those that a GEMM's epilogue can do, or None."""
+    if type(activation) is nn.GELU:
+        return "gelu" if activation.approximate == "none" else None
+    classes = {nn.SiLU: "silu", nn.ReLU: "relu"}
+    functions = [(F.gelu, "gelu"), (F.silu, "silu"), (F.relu, "relu"), (torch.relu, "relu")]
+    by_function = (name for function, name in functions if activation is function)
+    return classes.get(type(activation)) or next(by_function, None)

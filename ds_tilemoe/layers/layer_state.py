@@ -1,4 +1,4 @@
-"""What a swapped layer knows of itself: its experts cut, its decisions, whether it may be swapped.
+"""What a swapped layer knows of itself: its experts cut, what was agreed, why it may not run here.
 
 Shape letters: E experts of the group, H hidden.
 """
@@ -13,10 +13,14 @@ from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ds_tilemoe.backends.base import LayerShape
+from ds_tilemoe.backends.cuda_limits import device_obstacle, layer_obstacle
+from ds_tilemoe.config_block import NOT_BUILT
 from ds_tilemoe.layers.agreement import Decision, Offer
-from ds_tilemoe.layers.experts import LocalExpert, Recipe
+from ds_tilemoe.layers.experts import LocalExpert, Recipe, hooks_of
 from ds_tilemoe.layers.recognise import (
     DTYPES,
     UnknownExpert,
@@ -31,22 +35,21 @@ RANDOM_REMARK = "DeepSpeed's path while its dropout is active"
 
 
 class Situation(NamedTuple):
-    """What a call depends on besides the layer; one decision each.
+    """What a call on this rank depends on besides the layer; the group meets when one is new.
 
     Attributes:
         dtype: of the experts' output in this call, by autocast or by the weights.
         is_random: the experts' own forward would drop at random.
-        structure: how many times the experts turned out not to be those that were checked.
+        version: how many times the experts turned out not to be those that were examined.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     is_random: bool
-    structure: int
+    version: int
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         mode = "active dropout" if self.is_random else "no active dropout"
-        return f"{dtype}, {mode}, experts changed {self.structure} times"
+        return f"{dtype_name(self.dtype)}, {mode}, experts changed {self.version} times"
 
 
 class LayerState:
@@ -56,79 +59,98 @@ class LayerState:
         name: the layer's name in the model.
         session: of the apply() that swapped it.
         expert_tp: whether its MoE module asks for tensor-parallel experts.
+
+    Attributes:
+        shapes: what the group runs on the backend, by this rank's situation then.
+        kept: while the group is on DeepSpeed's path: this rank's situation at that decision, and
+            the reason. A layer is on one of the two paths on all ranks of its group.
     """
 
     def __init__(self, name: str, session: Session, expert_tp: bool = False):
         self.name = name
         self.session = session
         self.expert_tp = expert_tp
+        self.stats = LayerStats(name, keep_history=session.config.stats)
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to before the first examination; the stats stay."""
         self.recipe: Recipe | None = None
         self.experts: list[LocalExpert] = []
-        self.structure = 0
-        self.decisions: dict[Situation, Decision] = {}
-        self.stats = LayerStats(name, keep_history=session.config.stats)
+        self.version = 0
+        self.shapes: dict[Situation, LayerShape] = {}
+        self.kept: tuple[Situation, str] | None = None
+        self._outcomes: dict[torch.dtype | None, Decision] = {}
+        self._seen: object = None  # what experts that were refused looked like
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
-        # The copy has experts of its own and runs on the same heap.
-        twin = LayerState(self.name, self.session, self.expert_tp)
-        twin.recipe, twin.structure = self.recipe, self.structure
-        twin.decisions = dict(self.decisions)
-        memo[id(self)] = twin
+        # The copy has experts of its own, which its first forward examines, and the same heap.
+        memo[id(self)] = twin = LayerState(self.name, self.session, self.expert_tp)
         return twin
 
     def runtime(self, layer: MOELayer) -> Runtime | None:
         """The layer's runtime, or None while its group does not exist."""
+        weight = first_weight(layer)
+        device = "cuda" if weight is not None and weight.is_cuda else "cpu"
         if layer.ep_size == 1:
-            return self.session.runtime(None)
-        return None if layer.ep_group is None else self.session.runtime(layer.ep_group)
+            return self.session.runtime(None, device)
+        return None if layer.ep_group is None else self.session.runtime(layer.ep_group, device)
 
-    def forget(self) -> None:
-        """Back to before the first check; the stats stay."""
-        self.recipe, self.experts, self.structure, self.decisions = None, [], 0, {}
+    def offer(self, layer: MOELayer, dtype: torch.dtype | None) -> Offer:
+        """This rank's word about the layer outside of active dropout. Local, and never raises: a
+        rank that did would leave its peers waiting for its word."""
+        if dtype not in self._outcomes:
+            try:
+                self._outcomes[dtype] = self._check(layer, dtype)
+            except Exception as error:
+                reason = str(error)
+                if not isinstance(error, UnknownExpert):
+                    reason = f"it could not be examined: {type(error).__name__}: {error}"
+                self.experts, self._seen = [], _look(layer)
+                self._outcomes = {dtype: reason}
+        return Offer(self.name, self._outcomes[dtype])
 
-    def offer(self, layer: MOELayer, dtype: torch.dtype) -> Offer:
-        """This rank's word about the layer outside of active dropout. Local."""
-        try:
-            return Offer(self.name, self._check(layer, dtype))
-        except UnknownExpert as reason:
-            return Offer(self.name, str(reason))
+    def situation(self, layer: MOELayer) -> Situation:
+        """Of a call now. Re-reads what users may change between calls: dtypes, modes, modules.
 
-    def situation(self, layer: MOELayer, device: torch.device) -> Situation:
-        """Of a call now. Re-reads what users may change between calls: dtypes, modes, modules."""
-        if not self.experts and self.recipe is not None:
-            self._cut(layer)
-        if self.experts and not self._is_current(layer):
-            self.structure += 1
-            self.recipe, self.experts = None, []
-        dtype = weights_dtype(layer)
-        if torch.is_autocast_enabled(device.type) and dtype in DTYPES:
-            dtype = torch.get_autocast_dtype(device.type)
-        return Situation(dtype, any(cut.is_random for cut in self.experts), self.structure)
+        Local, and raises as little as :meth:`offer`.
+        """
+        if not self._is_current(layer):
+            self.version += 1
+            self.recipe, self.experts, self._outcomes = None, [], {}
+            self._seen = _look(layer)
+        weight = first_weight(layer)
+        dtype = None if weight is None else weight.dtype
+        if weight is not None and torch.is_autocast_enabled(weight.device.type) and dtype in DTYPES:
+            dtype = torch.get_autocast_dtype(weight.device.type)
+        return Situation(dtype, any(cut.is_random for cut in self.experts), self.version)
 
     def _is_current(self, layer: MOELayer) -> bool:
-        """Whether the experts are still those that were checked."""
-        modules = layer.experts.deepspeed_experts
-        return (
-            len(modules) == len(self.experts)
-            and all(cut.expert is module for cut, module in zip(self.experts, modules, strict=True))
-            and all(cut.is_current() for cut in self.experts)
-            and len({cut.down_weight.dtype for cut in self.experts}) == 1
-        )
+        """Whether the experts are still those that were examined."""
+        if not self.experts:
+            return self._seen == _look(layer)
+        try:
+            modules = layer.experts.deepspeed_experts
+            return (
+                not hooks_around(layer.experts)
+                and len(modules) == len(self.experts)
+                and all(cut.expert is own for cut, own in zip(self.experts, modules, strict=True))
+                and all(cut.is_current() for cut in self.experts)
+                and len({cut.down_weight.dtype for cut in self.experts}) == 1
+            )
+        except Exception:  # a part that was there is gone
+            return False
 
     def settle(self, shape: LayerShape, runtime: Runtime) -> None:
         """Keep what the ranks agreed on outside a forward."""
-        self.decisions[Situation(shape.dtype, False, self.structure)] = shape
+        self.shapes[Situation(shape.dtype, False, self.version)] = shape
         self.stats.settings = runtime.settings()
 
     def remark(self) -> str:
         """What a report should add about a layer that is swapped."""
         return RANDOM_REMARK if any(cut.may_be_random for cut in self.experts) else ""
 
-    def _cut(self, layer: MOELayer) -> None:
-        assert self.recipe is not None
-        self.experts = [LocalExpert(e, self.recipe) for e in layer.experts.deepspeed_experts]
-
-    def _check(self, layer: MOELayer, dtype: torch.dtype) -> LayerShape:
+    def _check(self, layer: MOELayer, dtype: torch.dtype | None) -> LayerShape:
         """The layer's shape, or UnknownExpert with the reason why it has to stay as it is."""
         check_host(layer, self.expert_tp)
         modules = list(layer.experts.deepspeed_experts)
@@ -141,26 +163,59 @@ class LayerState:
             self.recipe = find_recipe(modules[0], hidden)
         for module in modules:
             check_numbers(module, self.recipe, hidden)
-        self._cut(layer)
-        widths = {tuple(cut.down_weight.shape) for cut in self.experts}
+        experts = [LocalExpert(module, self.recipe) for module in modules]
+        widths = {tuple(cut.down_weight.shape) for cut in experts}
         if len(widths) > 1:
             raise UnknownExpert(f"its experts differ in shape: {sorted(widths)}")
         out, ffn = widths.pop()
         if out != hidden:
             raise UnknownExpert(f"its experts give rows of {out}, not of hidden size {hidden}")
-        return LayerShape(
+        total, topk = len(modules) * layer.ep_size, layer.gate.k
+        if topk > total:
+            raise UnknownExpert(f"its gate chooses {topk} of {total} experts")
+        shape = LayerShape(
             name=self.name,
-            num_experts=len(modules) * layer.ep_size,
-            topk=layer.gate.k,
+            num_experts=total,
+            topk=topk,
             hidden=hidden,
             ffn=ffn,
             out=out,
             dtype=dtype,
+            device=experts[0].down_weight.device.type,
         )
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if shape.device == "cuda" and (reason := layer_obstacle(shape, layer.ep_size, world)):
+            raise UnknownExpert(reason)
+        self.experts = experts
+        return shape
 
 
-def weights_dtype(layer: MOELayer) -> torch.dtype:
-    return next(layer.experts.parameters()).dtype
+def _look(layer: MOELayer) -> object:
+    """What an offer may refuse and a user may take back: hooks, patches, classes."""
+    experts = getattr(layer, "experts", None)
+    if not isinstance(experts, nn.Module):
+        return None
+    return hooks_around(experts), [
+        (id(module), type(module), hooks_of(module), "forward" in module.__dict__)
+        for module in experts.modules()
+    ]
+
+
+def hooks_around(experts: nn.Module) -> str:
+    """Names of hooks that run where DeepSpeed calls its Experts module; "" if there is none."""
+    world = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+    names = [getattr(hook, "__qualname__", "global") for part in world for hook in part.values()]
+    return ", ".join(filter(None, [*names, hooks_of(experts)]))
+
+
+def first_weight(layer: MOELayer) -> torch.Tensor | None:
+    """A parameter of the layer's experts; None if they have none."""
+    experts = getattr(layer, "experts", None)
+    return next(experts.parameters(), None) if isinstance(experts, nn.Module) else None
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_host(layer: MOELayer, expert_tp: bool) -> None:
@@ -180,13 +235,9 @@ def check_host(layer: MOELayer, expert_tp: bool) -> None:
     experts = layer.experts
     if type(experts) is not Experts:
         raise UnknownExpert(f"its experts are a {type(experts).__name__}, not DeepSpeed's Experts")
-    if experts._forward_hooks or experts._forward_pre_hooks:
-        raise UnknownExpert("its Experts module has forward hooks, which would not run")
-    devices = {parameter.device.type for parameter in layer.parameters()}
-    if "cuda" in devices:
-        raise UnknownExpert("the CUDA backend is not built yet")
-    if devices != {"cpu"}:
-        raise UnknownExpert(f"its parameters are on {', '.join(sorted(devices))}; wanted cpu")
+    if hooks := hooks_around(experts):
+        raise UnknownExpert(f"its Experts module has forward hooks ({hooks}), which would not run")
+    check_device({parameter.device for parameter in layer.parameters()})
     total = layer.num_local_experts * layer.ep_size
     if layer.gate.wg.out_features != total:
         raise UnknownExpert(
@@ -196,3 +247,26 @@ def check_host(layer: MOELayer, expert_tp: bool) -> None:
         raise UnknownExpert(
             f"ep_size is {layer.ep_size}, its group has {dist.get_world_size(layer.ep_group)} ranks"
         )
+
+
+def check_device(devices: set[torch.device]) -> None:
+    """Refuse parameters where no backend runs.
+
+    Raises:
+        UnknownExpert: with the reason.
+    """
+    if "backend" in NOT_BUILT and any(device.type == "cuda" for device in devices):
+        raise UnknownExpert(NOT_BUILT["backend"][1])
+    if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", "cuda"}:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UnknownExpert(f"its parameters are on {names}; wanted all on the CPU or on one GPU")
+    (device,) = devices
+    if device.type == "cpu":
+        return
+    if device.index != torch.cuda.current_device():
+        raise UnknownExpert(
+            f"its parameters are on {device}, and this process's current device is"
+            f" cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({device.index})"
+        )
+    if reason := device_obstacle(device):
+        raise UnknownExpert(reason)

@@ -5,11 +5,17 @@ Shape letters: T tokens of this rank, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import re
+import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.moe.sharded_moe import (
     FIRST_ALLTOALL_TIMER,
     MOE_TIMER,
@@ -19,18 +25,37 @@ from deepspeed.moe.sharded_moe import (
 from torch import Tensor
 
 from ds_tilemoe.backends.base import Expert, LayerShape
-from ds_tilemoe.errors import RankFailure, TileMoEError
+from ds_tilemoe.errors import DeadlineError, RankFailure, TileMoEError
 from ds_tilemoe.layers.agreement import Offer
 from ds_tilemoe.layers.experts import AutocastExpert
-from ds_tilemoe.layers.layer_state import LayerState, Situation, weights_dtype
+from ds_tilemoe.layers.layer_state import LayerState, Situation, dtype_name, first_weight
 from ds_tilemoe.layers.recognise import DTYPES
 from ds_tilemoe.layers.runtime import Runtime
 from ds_tilemoe.routing import Routing, route
+from ds_tilemoe.symmetric_heap import gather
 
 # In the message of a RankFailure: not an end, but a call for another pre-flight.
 CHANGED = "another pre-flight is wanted"
 RANDOM = "dropout is active: training mode with p > 0"
 MEASURING = "sequential"  # the mover whose combine begins when the producer has ended
+
+
+def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable``, which imports dynamo (seconds), for those who have imported it.
+
+    A traced layer would poll flags that the tracer takes for constants, and give wrong numbers.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return entry
 
 
 class TileMOELayer(MOELayer):
@@ -44,14 +69,16 @@ class TileMOELayer(MOELayer):
 
     _tile: LayerState | None
 
+    @_never_compiled
     def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:
         """As MOELayer.forward: ``input`` is (x [..., H], used_token or None); returns x's shape.
 
-        With grad enabled, and where the pre-flight said so, this is DeepSpeed's own path.
+        With grad enabled, and where the group has so decided, this is DeepSpeed's own path.
 
         Raises:
             RankFailure: the gate failed, or input and weights do not match, on any rank.
-            CapacityError, DeadlineError: see ``backends.base.Backend.forward``.
+            CapacityError, DeadlineError: see ``backends.base.Backend.forward``; DeadlineError also
+                for a collective of DeepSpeed's own path that did not end.
             TileMoEError: the layer was unpickled or has no group; the ranks disagree.
         """
         state = self._tile
@@ -68,80 +95,74 @@ class TileMOELayer(MOELayer):
                 " group; fix: call deepspeed.initialize (or, before init_inference,"
                 " set_deepspeed_parallelism of each MoE module)"
             )
-        x = input[0]
-        situation = state.situation(self, x.device)
         grad = torch.is_grad_enabled()
+        situation = state.situation(self)
         # With grad enabled nothing is left to decide once the ranks have met.
-        if self._is_undecided(runtime, situation) if not grad else not runtime.met:
-            situation = self._preflight(runtime, situation, grad, x)
+        meet = not runtime.met if grad else _has_to_meet(state, runtime, situation)
         while True:
-            decision = state.decisions.get(situation)
-            if grad or isinstance(decision, str):
-                if grad:
-                    state.session.say_once(
-                        "grad is enabled: MoE layers take DeepSpeed's own path; wrap inference in"
-                        " torch.no_grad() on all ranks to overlap"
-                    )
-                elif not situation.is_random:
-                    release(self)
-                return MOELayer.forward(self, *input, **kwargs)
+            if meet:
+                situation = self._preflight(runtime, situation, grad, input)
+            if grad or state.kept is not None:
+                return _deepspeeds_path(self, state, runtime, input, kwargs)
             try:
-                return self._overlapped(runtime, decision, situation, x, input[1])
+                return self._overlapped(runtime, situation, input)
             except RankFailure as failure:
                 if CHANGED not in str(failure):
                     raise
-            situation = self._preflight(runtime, situation, grad, x)
-
-    def _is_undecided(self, runtime: Runtime, situation: Situation) -> bool:
-        """Whether the group has to meet before this call; equal on all ranks in step."""
-        assert self._tile is not None
-        decisions = self._tile.decisions
-        if situation in decisions:
-            return isinstance(decisions[situation], LayerShape) and not runtime.is_open
-        # Another dtype or mode than before on this rank. If peers may be on the backend, the news
-        # goes through it (_overlapped), as it may be this rank alone that has changed.
-        return not (runtime.is_open and any(isinstance(d, LayerShape) for d in decisions.values()))
+            meet = True
 
     def _preflight(
-        self, runtime: Runtime, situation: Situation, grad: bool, x: Tensor
+        self, runtime: Runtime, situation: Situation, grad: bool, input: tuple[Any, ...]
     ) -> Situation:
         """Decide about this call with the group; the situation that was decided."""
         state = self._tile
         assert state is not None
         offer = state.offer(self, situation.dtype)
-        situation = state.situation(self, x.device)  # the offer has looked at the experts anew
+        situation = state.situation(self)  # the offer has looked at the experts anew
         if situation.is_random and not isinstance(offer.outcome, str):
             offer = Offer(state.name, RANDOM)
-        tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
-        (decision,) = runtime.preflight([offer], grad, tokens, str(situation))
-        state.decisions[situation] = decision
+        # Strict is about what can be swapped, not about a hook or a dropout that comes and goes.
+        strict = state.session.config.strict and not (state.shapes or situation.is_random)
+        (decision,) = runtime.preflight(
+            [offer], grad, _count_tokens(input), dtype_name(situation.dtype), strict
+        )
         state.stats.settings = runtime.settings()
-        if isinstance(decision, str):
-            state.session.say_once(f"layer {state.name} keeps DeepSpeed's path: {decision}")
+        if grad:
+            return situation
+        if not isinstance(decision, str):
+            state.shapes[situation], state.kept = decision, None
+            return situation
+        state.kept = (situation, decision)
+        text = f"layer {state.name} takes DeepSpeed's path: {decision}"
+        if state.shapes or RANDOM in decision:
+            text += "; it overlaps again when that is gone"
+        else:
+            release(self)  # as apply() would have done
+        state.session.say_once(text, runtime.group)
         return situation
 
-    def _overlapped(
-        self,
-        runtime: Runtime,
-        shape: LayerShape | None,
-        situation: Situation,
-        x: Tensor,
-        used_token: Tensor | None,
-    ) -> Tensor:
+    def _overlapped(self, runtime: Runtime, situation: Situation, input: tuple[Any, ...]) -> Tensor:
         state, backend = self._tile, runtime.backend
         assert state is not None and backend is not None
         start = time.perf_counter_ns()
         running: list[str] = []
         cause: Exception | None = None
-        rows: Tensor = x.new_zeros(0, self.gate.wg.in_features)
+        shape = state.shapes.get(situation)
+        is_known = shape is not None
+        # Any of the shapes carries the news that this rank's situation is a new one.
+        shape = shape or next(iter(state.shapes.values()))
+        weight = first_weight(self)
+        device = "cpu" if weight is None else weight.device
+        rows = torch.empty(0, shape.hidden, dtype=shape.dtype, device=device)
         experts: list[Expert] = []
         routing: Routing | Exception
         try:
-            self._start(MOE_TIMER, running)
             try:
-                if shape is None:
+                self._start(MOE_TIMER, running)
+                if not is_known:
                     raise TileMoEError(f"{CHANGED}: layer {state.name} is now {situation}")
-                _check_input(state.name, shape, situation, x, weights_dtype(self))
+                x, used_token = input[0], input[1]
+                _check_input(state.name, shape, situation, x, weight)
                 tokens = x.reshape(-1, x.shape[-1])
                 routing = route(self.gate, tokens, used_token)
                 self._start(FIRST_ALLTOALL_TIMER, running)
@@ -149,24 +170,24 @@ class TileMOELayer(MOELayer):
                 experts = list(state.experts)
                 if torch.is_autocast_enabled(x.device.type):
                     experts = [AutocastExpert(cut, shape.dtype) for cut in state.experts]
+                self._stop(FIRST_ALLTOALL_TIMER, "time_falltoall", running)
+                self._start(SECOND_ALLTOALL_TIMER, running)
             except Exception as error:  # every rank has to hear of it, in the count exchange
                 routing = cause = error
-            if shape is None:
-                shape = next(d for d in state.decisions.values() if isinstance(d, LayerShape))
-            self.time_falltoall = self._stop(FIRST_ALLTOALL_TIMER, running, self.time_falltoall)
-            self._start(SECOND_ALLTOALL_TIMER, running)
+            backend.mover = MEASURING if state.session.measuring else runtime.config.mover
             try:
-                y = backend.forward(shape, experts, rows.to(shape.dtype), routing)
+                y = backend.forward(shape, experts, rows, routing)
             except RankFailure as failure:
                 raise failure from cause
-            self.time_salltoall = self._stop(SECOND_ALLTOALL_TIMER, running, self.time_salltoall)
             assert isinstance(routing, Routing)
             self.l_aux, self.exp_counts = routing.l_aux, routing.exp_counts
-            if backend.mover == MEASURING:
-                state.stats.add_alone(backend.last_stats)
-            else:
-                state.stats.add(backend.last_stats, start, time.perf_counter_ns())
-            self.time_moe = self._stop(MOE_TIMER, running, self.time_moe)
+            iteration = backend.last_stats  # None where the GPU would have to be waited for
+            if iteration is not None and state.session.measuring:
+                state.stats.add_alone(iteration)
+            elif iteration is not None:
+                state.stats.add(iteration, start, time.perf_counter_ns())
+            self._stop(SECOND_ALLTOALL_TIMER, "time_salltoall", running)
+            self._stop(MOE_TIMER, "time_moe", running)
             return y.reshape(x.shape)
         finally:
             for name in running:
@@ -177,12 +198,11 @@ class TileMOELayer(MOELayer):
             self.timers(timer).start()
             running.append(timer)
 
-    def _stop(self, timer: str, running: list[str], before: float) -> float:
-        if timer not in running:
-            return before
-        running.remove(timer)
-        self.timers(timer).stop()
-        return self.timers(timer).elapsed(reset=False)
+    def _stop(self, timer: str, attribute: str, running: list[str]) -> None:
+        if timer in running:
+            running.remove(timer)
+            self.timers(timer).stop()
+            setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TileMOELayer:
         for group in (self.ep_group, self.gate.ep_group):
@@ -213,8 +233,58 @@ def release(layer: MOELayer) -> None:
     layer.__dict__.pop("_tile", None)
 
 
+def _has_to_meet(state: LayerState, runtime: Runtime, situation: Situation) -> bool:
+    """Whether the group has to decide before this call; equal on all ranks in step.
+
+    On the backend a change on one rank travels in the count exchange (``_overlapped``). DeepSpeed's
+    path has no such word, so there the ranks ask each other in every call.
+    """
+    if state.kept is not None:
+        with _collective(state.name, "the meeting of the ranks"):
+            return any(gather(situation != state.kept[0], runtime.group))
+    return not (runtime.is_open and state.shapes)
+
+
+def _deepspeeds_path(
+    layer: MOELayer,
+    state: LayerState,
+    runtime: Runtime,
+    input: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    if torch.is_grad_enabled():
+        state.session.say_once(
+            "grad is enabled: MoE layers take DeepSpeed's own path; wrap inference in"
+            " torch.no_grad() on all ranks to overlap",
+            runtime.group,
+        )
+    with _collective(state.name, "DeepSpeed's own path"):
+        return MOELayer.forward(layer, *input, **kwargs)
+
+
+@contextlib.contextmanager
+def _collective(name: str, what: str) -> Iterator[None]:
+    """A rank in another grad mode is the usual cause of a collective that does not end."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|nccl", str(error), re.I):
+            raise
+        mode = "enabled" if torch.is_grad_enabled() else "disabled"
+        raise DeadlineError(
+            f"layer {name}: a collective of {what} did not end: {error}; every rank of the group"
+            f" must run the layer, in the same grad mode (here: {mode})"
+        ) from error
+
+
+def _count_tokens(input: tuple[Any, ...]) -> int:
+    """Of an input that has not been checked: that is for the call, which tells all ranks."""
+    x = input[0] if input else None
+    return x.numel() // x.shape[-1] if isinstance(x, Tensor) and x.numel() else 0
+
+
 def _check_input(
-    name: str, shape: LayerShape, situation: Situation, x: Tensor, weights: torch.dtype
+    name: str, shape: LayerShape, situation: Situation, x: Tensor, weight: Tensor | None
 ) -> None:
     """What DeepSpeed's own path finds out in its gate and GEMMs, also for a rank without tokens."""
     if x.shape[-1] != shape.hidden:
@@ -223,8 +293,8 @@ def _check_input(
         )
     under_autocast = torch.is_autocast_enabled(x.device.type)
     if x.dtype not in DTYPES or (x.dtype != situation.dtype and not under_autocast):
+        weights = None if weight is None else weight.dtype
         raise TileMoEError(
-            f"layer {name}: got {str(x.dtype).removeprefix('torch.')} input, its experts have"
-            f" {str(weights).removeprefix('torch.')} weights; fix: cast one of them, or run under"
-            " torch.autocast"
+            f"layer {name}: got {dtype_name(x.dtype)} input, its experts have"
+            f" {dtype_name(weights)} weights; fix: cast one of them, or run under torch.autocast"
         )

@@ -18,7 +18,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ds_tilemoe.layers.experts import ACTIVATIONS, LocalExpert, Recipe, is_linear, is_registered
+from ds_tilemoe.layers.experts import (
+    ACTIVATIONS,
+    LocalExpert,
+    Recipe,
+    hooks_of,
+    is_linear,
+    is_registered,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # rows of the comparison
@@ -38,8 +45,8 @@ def check_static(expert: nn.Module) -> None:
     """
     for path, module in expert.named_modules():
         what = f"expert submodule {path or '(itself)'} ({type(module).__name__})"
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise UnknownExpert(f"{what} has forward hooks, which would not run")
+        if hooks := hooks_of(module):
+            raise UnknownExpert(f"{what} has forward hooks ({hooks}), which would not run")
         if "forward" in module.__dict__:
             raise UnknownExpert(f"{what} has a replaced forward, which would not run")
         if "lora" in type(module).__name__.lower() or type(module).__module__.startswith("peft."):
@@ -155,7 +162,7 @@ def _proposals(expert: nn.Module, hidden: int, out: int) -> Iterator[Recipe]:
     if type(expert) is nn.Sequential:
         own = [name for name, child in expert.named_children() if is_linear(child)]
         if own:
-            yield Recipe("sequential", down=own[-1])
+            yield Recipe("chain", down=own[-1])
 
 
 def _activations(expert: nn.Module) -> Iterator[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 import ds_tilemoe
 from ds_tilemoe.backends.base import Backend, LayerShape
 from ds_tilemoe.config import TileOverlapConfig
-from ds_tilemoe.errors import BuildError, DeadlineError, TileMoEError
+from ds_tilemoe.config_block import check_cpu_config
+from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError, TileMoEError
 from ds_tilemoe.layers.agreement import Decision, Message, Offer, agree
 from ds_tilemoe.symmetric_heap import host_identity
 
@@ -23,6 +27,8 @@ logger = logging.getLogger("ds_tilemoe")
 PROTOCOL = ("backend", "layout", "tile_m", "dispatch", "transport", "max_tokens_per_rank")
 LEAST_TOKENS = 1024
 
+_times_said: Counter[str] = Counter()
+
 
 class Runtime:
     """What the layers of one expert-parallel group share: the backend and what was agreed.
@@ -30,11 +36,15 @@ class Runtime:
     Args:
         group: the group; None for a group of one, which needs no communication.
         config: this rank's settings.
+        device: type of the device that the layers are on, "cpu" or "cuda", and name of the backend.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, config: TileOverlapConfig):
+    def __init__(
+        self, group: dist.ProcessGroup | None, config: TileOverlapConfig, device: str = "cpu"
+    ):
         self.group = group
         self.config = config
+        self.device = device
         self.backend: Backend | None = None
         self.met = False  # a pre-flight of a forward has taken place
         self.max_tokens: int | None = None
@@ -53,7 +63,8 @@ class Runtime:
         offers: Sequence[Offer],
         grad: bool | None = None,
         tokens: int | None = None,
-        situation: str | None = None,
+        dtype: str | None = None,
+        strict: bool | None = None,
     ) -> list[Decision]:
         """Decide about the offered layers and make the heap for them. A collective of the group.
 
@@ -67,10 +78,11 @@ class Runtime:
             Message(
                 offers=tuple(offers),
                 protocol=self._protocol(),
-                strict=self.config.strict,
+                rank=dist.get_rank() if dist.is_initialized() else 0,
+                strict=self.config.strict if strict is None else strict,
                 grad=grad,
                 tokens=tokens,
-                situation=situation,
+                dtype=dtype,
                 fault=fault,
             )
         )
@@ -87,8 +99,8 @@ class Runtime:
         return decisions
 
     def check(self) -> None:
-        """Raise DeadlineError if the heap has failed. Local."""
-        cause = self.backend.failure() if self.backend is not None else ""
+        """Raise DeadlineError if the heap in use has failed. Local."""
+        cause = self.backend.failure() if self.is_open and self.backend is not None else ""
         if cause:
             raise DeadlineError(
                 f"the expert-parallel group has failed: {cause}; fix: call ds_tilemoe.apply on all"
@@ -107,17 +119,17 @@ class Runtime:
         if all(isinstance(offer.outcome, str) for offer in offers):
             return offers, None
         try:
-            prepare_backend()
+            prepare_backend(self.device, self.config, alone=self.group is None)
         except Exception as error:
             if self.config.backend != "auto" or not isinstance(error, BuildError):
                 return offers, str(error)
-            reason = f"the CPU backend could not be built: {error}"
+            reason = f"the {self.device.upper()} backend could not be built: {error}"
             return [Offer(offer.layer, reason) for offer in offers], None
         return offers, None
 
     def _open(self) -> None:
         if self.backend is None:
-            self.backend = make_backend(self.group, self.config)
+            self.backend = make_backend(self.group, self.config, self.device)
         assert self.max_tokens is not None
         self.backend.ensure(list(self._shapes), self.max_tokens)
         self.is_open = True
@@ -128,6 +140,7 @@ class Runtime:
             ("the version of torch", torch.__version__),
             ("the version of deepspeed", deepspeed.__version__),
             ("the host (boot id and pid namespace)", host_identity()),
+            ("the device of the layers", self.device),
         )
         return tuple((name, getattr(self.config, name)) for name in PROTOCOL) + versions
 
@@ -147,41 +160,88 @@ class Runtime:
         return messages
 
 
-def prepare_backend() -> None:
-    """Build or load the backend's op; local. Raises BuildError."""
-    from ds_tilemoe.op_builder import CPUTileMoEBuilder
+def prepare_backend(device: str, config: TileOverlapConfig, alone: bool) -> None:
+    """Build or load what the layers on ``device`` run with; local.
 
-    CPUTileMoEBuilder().load()
+    Args:
+        device: "cpu" or "cuda".
+        config: this rank's settings.
+        alone: the group is this rank, so that nothing between ranks is wanted.
+
+    Raises:
+        BuildError: it cannot be built or run here.
+        ConfigError: a setting that this device cannot meet.
+    """
+    if config.backend not in ("auto", device):
+        raise ConfigError(
+            f'tile_overlap.backend: got "{config.backend}" for layers whose parameters are on'
+            f' {device}; wanted "{device}" or "auto"; fix: change it, or move the model'
+        )
+    if device == "cpu":
+        from ds_tilemoe.op_builder import CPUTileMoEBuilder
+
+        check_cpu_config(config)
+        CPUTileMoEBuilder().load()
+        return
+    from ds_tilemoe.backends.cuda_limits import check_config
+    from ds_tilemoe.op_builder import CUDATileMoEBuilder
+
+    check_config(config, torch.cuda.get_device_properties(0).multi_processor_count)
+    if not alone and importlib.util.find_spec("nvshmem") is None:
+        raise BuildError('got no nvshmem4py; wanted it; fix: pip install "ds_tilemoe[cuda]"')
+    CUDATileMoEBuilder().load()
 
 
-def make_backend(group: dist.ProcessGroup | None, config: TileOverlapConfig) -> Backend:
+def make_backend(
+    group: dist.ProcessGroup | None, config: TileOverlapConfig, device: str
+) -> Backend:
     """The backend of one group; the only place that picks one."""
+    if device == "cuda":
+        from ds_tilemoe.backends.cuda import CudaBackend
+
+        return CudaBackend(group, config)
     from ds_tilemoe.backends.cpu import CpuBackend
 
     return CpuBackend(group, config)
 
 
 class Session:
-    """One ``apply()``: its settings and a Runtime per expert-parallel group. Copies share it."""
+    """One ``apply()``: its settings and a Runtime per expert-parallel group and kind of device.
+
+    Copies share it.
+    """
 
     def __init__(self, config: TileOverlapConfig):
         self.config = config
-        self._runtimes: dict[int | None, Runtime] = {}
+        self.measuring = False  # inside measure_combine_alone()
+        self._runtimes: dict[tuple[int | None, str], Runtime] = {}
         self._said: set[str] = set()
 
-    def runtime(self, group: dist.ProcessGroup | None) -> Runtime:
-        """The runtime of ``group``; None for a group of one."""
-        key = None if group is None else id(group)
+    def runtime(self, group: dist.ProcessGroup | None, device: str = "cpu") -> Runtime:
+        """The runtime of ``group``, None for a group of one, on "cpu" or "cuda"."""
+        key = (None if group is None else id(group), device)
         if key not in self._runtimes:
-            self._runtimes[key] = Runtime(group, self.config)
+            self._runtimes[key] = Runtime(group, self.config, device)
         return self._runtimes[key]
 
     def runtimes(self) -> list[Runtime]:
         return list(self._runtimes.values())
 
-    def say_once(self, text: str) -> None:
-        """Warn on the first rank, once a session."""
+    def say_once(self, text: str, group: dist.ProcessGroup | None) -> None:
+        """:func:`say`, once a session."""
         if text not in self._said:
             self._said.add(text)
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                logger.warning(text)
+            say(text, group)
+
+
+def say(text: str, *groups: dist.ProcessGroup | None) -> None:
+    """Warn on the first rank of one of ``groups``; other groups with the same text are silent."""
+    if dist.is_initialized():
+        if all(group is not None and dist.get_rank(group) for group in groups):
+            return
+        _times_said[text] += 1
+        with contextlib.suppress(Exception):  # a warning is no reason to fail
+            store = dist.distributed_c10d._get_default_store()
+            if store.add(f"ds_tilemoe/{_times_said[text]}/{text}", 1) > 1:
+                return
+    logger.warning(text)
