@@ -1,0 +1,151 @@
+"""What the CUDA backend refuses, and in which words; no GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from moe_models import SwiGLU, mlp
+from torch import nn
+
+from ds_tilemoe.backends import cuda_abi, cuda_limits
+from ds_tilemoe.backends.base import LayerShape
+from ds_tilemoe.backends.cuda_errors import describe
+from ds_tilemoe.config import TileOverlapConfig
+from ds_tilemoe.errors import ConfigError
+from ds_tilemoe.layers.experts import LocalExpert, Recipe
+from ds_tilemoe.layers.layer_state import check_device
+from ds_tilemoe.layers.recognise import UnknownExpert, find_recipe
+from ds_tilemoe.layers.runtime import Runtime, prepare_backend
+
+SHAPE = LayerShape("moe", 64, 2, 4096, 1536, 4096, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "world", "reason"),
+    [
+        ({}, 4, 4, None),
+        ({}, 1, 4, None),
+        ({"dtype": torch.float16}, 4, 4, None),
+        ({"dtype": torch.float32}, 4, 4, "give float32; on CUDA only bfloat16 and float16"),
+        ({"hidden": 4100}, 4, 4, "hidden width is 4100.* multiple of 8"),
+        ({"ffn": 33}, 4, 4, "ffn width is 33"),
+        ({"out": 12}, 4, 4, "out width is 12"),
+        ({}, 2, 4, "group has 2 of 4 ranks"),
+        ({"num_experts": 146}, 73, 73, "at most 72"),
+        ({"num_experts": 2048}, 1, 1, "2048 experts on 1 ranks"),
+        ({"num_experts": 4096}, 16, 16, "4096 experts on 16 ranks.* 2764 in all"),
+    ],
+)
+def test_layers(change: dict[str, object], ranks: int, world: int, reason: str | None) -> None:
+    found = cuda_limits.layer_obstacle(dataclasses.replace(SHAPE, **change), ranks, world)
+    if reason is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(reason, found), found
+
+
+def test_planner_holds_what_the_limit_allows() -> None:
+    # plan_device.cuh: Shared, C and one row more, within 226 KiB of shared memory.
+    shared = 4 * (2 * 32 + 2 * 1025 + 1024 + 5 * 1024 + 2 * 1025 + 4)
+    assert shared + 4 * cuda_limits.MAX_COUNT_WORDS <= 232_448 - 1024
+
+
+@pytest.mark.parametrize(
+    ("block", "fault"),
+    [
+        ({}, None),
+        ({"tile_m": 128, "tile_n": 256, "num_consumer_ctas": 8}, None),
+        ({"tile_m": 16}, "tile_m: got 16; wanted 128 on CUDA, or auto"),
+        ({"tile_n": 64}, "tile_n: got 64; wanted 128 or 256 on CUDA, or auto"),
+        ({"max_consumer_ctas": 8}, "max_consumer_ctas: got 8; wanted at most 7"),
+    ],
+)
+def test_settings(block: dict[str, int], fault: str | None) -> None:
+    sms = 8 if fault and "7" in fault else 132
+    config = TileOverlapConfig(**block)
+    if fault is None:
+        cuda_limits.check_config(config, sms)
+        return
+    with pytest.raises(ConfigError, match=fault):
+        cuda_limits.check_config(config, sms)
+
+
+def test_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, reason in (((9, 0), None), ((10, 0), "compute capability 10.0; .* for 9.0")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=found: found)
+        said = cuda_limits.device_obstacle(torch.device("cuda", 0))
+        assert (said is None) is (reason is None)
+
+
+def test_parameters_on_two_devices() -> None:
+    check_device({torch.device("cpu")})
+    for devices in ({torch.device("cpu"), torch.device("meta")}, {torch.device("meta")}):
+        with pytest.raises(UnknownExpert, match=r"on .*meta; wanted all on"):
+            check_device(devices)
+
+
+def test_backend_of_another_device() -> None:
+    with pytest.raises(ConfigError, match='got "cpu" for layers whose parameters are on cuda'):
+        prepare_backend("cuda", TileOverlapConfig(backend="cpu"), alone=True)
+    assert Runtime(None, TileOverlapConfig(), "cuda").device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"outcome": 4, "wait": 1, "peer": 2, "seen": 6}, "counts of rank 2 .*call 7, seen 6"),
+        ({"outcome": 4, "wait": 2, "band": 5, "seen": 1, "wanted": 4}, "band 5 .* 1 of 4 tiles"),
+        ({"outcome": 4, "wait": 3, "peer": 1, "seen": 0, "wanted": 9}, "rows of rank 1 .* 0 of 9"),
+        ({"outcome": 5, "seen": 900, "wanted": 800}, "plan of 900 rows .* hold 800"),
+    ],
+)
+def test_failures_in_words(fields: dict[str, int], words: str) -> None:
+    said = describe(cuda_abi.ErrorRecord(rank=3, epoch=7, **fields))
+    assert said.startswith("rank 3 ")
+    assert re.search(words, said), said
+
+
+class Fused(nn.Module):
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, 2 * ffn)
+        self.down = nn.Linear(ffn, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.up(x).chunk(2, dim=-1)
+        return self.down(first * nn.functional.gelu(second))
+
+
+@pytest.mark.parametrize(
+    ("expert", "activation"),
+    [
+        (mlp(8, 16), "gelu"),
+        (SwiGLU(8, 16), "silu"),
+        (Fused(8, 16), "gelu"),
+        (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), "relu"),
+        (nn.Sequential(nn.Linear(8, 16), nn.GELU(approximate="tanh"), nn.Linear(16, 8)), None),
+        (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), None),
+        (nn.Linear(8, 8), None),
+    ],
+)
+def test_fronts_that_are_one_gemm(expert: nn.Module, activation: str | None) -> None:
+    recipe: Recipe = find_recipe(expert, 8)
+    cut = LocalExpert(expert, recipe)
+    gemm = cut.front_gemm
+    if activation is None:
+        assert gemm is None
+        return
+    assert gemm is not None
+    assert gemm.activation == activation
+    act = {"gelu": nn.functional.gelu, "silu": nn.functional.silu, "relu": torch.relu}[activation]
+    x = torch.randn(5, 8)
+    parts = [
+        nn.functional.linear(x, weight, bias)
+        for weight, bias in zip(gemm.weights, gemm.biases, strict=True)
+    ]
+    got = act(parts[0]) * parts[1] if len(parts) == 2 else act(parts[0])
+    assert torch.allclose(got, cut.front(x), atol=1e-6)
