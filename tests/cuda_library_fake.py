@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_tilemoe import config_block
 from ds_tilemoe.backends import cuda, cuda_abi, cuda_heap
 from ds_tilemoe.combine_plan import build_plan
 from ds_tilemoe.plan_abi import BAND_DTYPE, Layout, PlanParams
@@ -243,7 +242,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeLibrary, FakeLink]:
     builder = SimpleNamespace(load=lambda: library)
     stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
     event = SimpleNamespace(cuda_event=2, record=lambda stream: None)
-    monkeypatch.delitem(config_block.NOT_BUILT, "backend", raising=False)
     monkeypatch.setattr(cuda, "CUDATileMoEBuilder", lambda: builder)
     monkeypatch.setattr(cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(cuda_abi, "bind", lambda library: library)

@@ -14,7 +14,7 @@ import pytest
 
 from ds_tilemoe import config as config_module
 from ds_tilemoe.config import DS_CONFIG_KEYS, TileOverlapConfig, load_config, split_config
-from ds_tilemoe.config_block import NOT_BUILT
+from ds_tilemoe.config_block import NOT_BUILT, check_cpu_config
 from ds_tilemoe.errors import ConfigError
 
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -107,7 +107,8 @@ def test_integer_keys_take_integers_only(key: str, value: object) -> None:
         ("wait_timeout_s", float("nan")),
         ("adaptive", 3),
         ("adaptive", None),
-        ("num_consumer_ctas", 9),
+        ("num_consumer_ctas", 256),
+        ("backend", "gpu"),
         ("tile_m", 4097),
     ],
 )
@@ -178,7 +179,6 @@ def test_all_faults_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("backend", "cuda"),
         ("num_dispatch_ctas", 4),
         ("mover", "copy_engine"),
         ("dispatch", "fused"),
@@ -195,6 +195,17 @@ def test_fields_not_built_accept_their_defaults_only(key: str, value: object) ->
     message = refusal({key: value})
     assert NOT_BUILT[key][1] in message
     assert load_config({key: DEFAULTS[key]}) == TileOverlapConfig()
+
+
+def test_bounds_by_backend() -> None:
+    for key in ("num_consumer_ctas", "min_consumer_ctas", "max_consumer_ctas"):
+        for backend in ("auto", "cuda"):
+            assert getattr(load_config({"backend": backend, key: 131}), key) == 131
+        message = refusal({"backend": "cpu", key: 9})
+        assert f"tile_overlap.{key}: got 9; wanted " in message
+        with pytest.raises(ConfigError, match=f"{key}: got 131"):
+            check_cpu_config(load_config({key: 131}))
+    check_cpu_config(load_config({"num_consumer_ctas": 8}))
 
 
 def test_bounds_across_fields() -> None:

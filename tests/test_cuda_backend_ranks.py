@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cuda_library_fake import FakeLibrary, FakeLink, install, memory
-from moe_models import fill, make_moe, own_routing, raised, same_everywhere, tokens
+from moe_models import dense_experts, fill, make_moe, own_routing, raised, same_everywhere, tokens
 from torch import Tensor, nn
 
 from ds_tilemoe import reference
@@ -22,7 +22,7 @@ from ds_tilemoe.backends.base import LayerShape
 from ds_tilemoe.backends.cuda import CudaBackend
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import CapacityError, DeadlineError, RankFailure, TileMoEError
-from ds_tilemoe.layers.experts import LocalExpert
+from ds_tilemoe.layers.experts import AutocastExpert, LocalExpert
 from ds_tilemoe.layers.recognise import find_recipe
 from ds_tilemoe.testing import RankContext, case, rank_tests
 
@@ -43,7 +43,7 @@ class Layer:
         self.moe = make_moe(ep_size, kind, k=topk, drop_tokens=False).to(dtype)
         modules = list(self.moe.deepspeed_moe.experts.deepspeed_experts)
         recipe = find_recipe(modules[0], HIDDEN)
-        self.experts = [LocalExpert(module, recipe) for module in modules]
+        self.experts: list[Any] = [LocalExpert(module, recipe) for module in modules]
         self.shape = LayerShape("moe", EXPERTS, topk, HIDDEN, FFN, HIDDEN, dtype, "cuda")
         if kind == "plain":
             self.shape = LayerShape("moe", EXPERTS, topk, HIDDEN, HIDDEN, HIDDEN, dtype, "cuda")
@@ -107,6 +107,23 @@ def gated_in_one_matrix_and_other_fronts(ctx: RankContext) -> None:
         with fake() as (library, _):
             Layer(expert).open().check(rows(30))
             assert ("front" in library.log) is by_kernel
+
+
+@case
+def under_autocast(ctx: RankContext) -> None:
+    """fp32 weights are cast in each call, so their addresses differ from call to call."""
+    with fake() as (library, _):
+        layer = Layer(dtype=torch.float32)
+        layer.shape = dataclasses.replace(layer.shape, dtype=torch.bfloat16)
+        layer.experts = [AutocastExpert(cut, torch.bfloat16) for cut in layer.experts]
+        layer.open()
+        x = rows(30)
+        routing = own_routing(layer.moe, x.float())
+        want = reference.moe(x.float(), routing, dense_experts(layer.moe))
+        for _ in range(2):
+            y = layer.backend.forward(layer.shape, layer.experts, x, routing)
+            assert ((y.float() - want).norm(dim=1) <= 1.2e-2 * want.norm(dim=1)).all()
+        assert "front" not in library.log, "the activation is autocast's"
 
 
 @case

@@ -38,7 +38,7 @@ NUMBER = '"tile_overlap": {"num_consumer_ctas": %s}'
     + [
         ('"tile-overlap": {}', 'rename it to "tile_overlap"'),
         ('"zero_optimization": {"tile_overlap": {}}', "at the top level"),
-        ('"tile_overlap": {"backend": "cuda"}', "not built yet"),
+        ('"tile_overlap": {"backend": "gpu"}', "backend: got"),
         ('"bf16": 1', "bf16"),
         ('"zero_optimization": {"stage": 1}', "optimizer"),
     ],

@@ -33,6 +33,7 @@ from ds_tilemoe.backends.cuda_layer import (
     common_front,
     needs_of,
     plan_params,
+    tail_waves,
 )
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import DeadlineError, TileMoEError
@@ -115,14 +116,14 @@ class CudaBackend:
     def chosen(self) -> dict[str, object]:
         """What "auto" stands for in every layer; tile_n depends on the layer's width."""
         config = self.config
-        waves, joined = config.local_tail_waves, config.bands_per_segment
+        joined = config.bands_per_segment
         return {
             "backend": self.name,
             "layout": LAYOUTS[config.layout].name.lower(),
             "tile_m": self.tile_m,
             "num_consumer_ctas": self._num_consumers(),
             "bands_per_segment": 1 if joined == "auto" else joined,
-            "local_tail_waves": "all" if waves == "auto" else waves,
+            "local_tail_waves": tail_waves(config),
             "mover": "sm" if config.mover == "auto" else config.mover,
         }
 

@@ -23,6 +23,9 @@ from ds_tilemoe.plan_abi import INT32_MAX, Layout, PlanParams, PlanSizes
 CHUNK_BYTES = 64 * 1024
 # At most this wide, tiles of 128 columns beside the consumer save a wave: docs/gpu-notes.md.
 NARROW = 1024
+# All local bands last re-reads weights: 28 % of the GEMM at 64 local experts, 4 % at 32, nothing at
+# 16, and two waves cover the copy's tail in each: docs/gpu-notes.md.
+AUTO_TAIL_WAVES = 2
 LAYOUTS = {"auto": Layout.COMPACT, "compact": Layout.COMPACT, "aligned": Layout.ALIGNED}
 
 
@@ -33,11 +36,17 @@ def down_tile_n(config: TileOverlapConfig, out: int) -> int:
     return 128 if out <= NARROW else 256
 
 
+def tail_waves(config: TileOverlapConfig) -> int | str:
+    """Waves of local tiles that go last: a number or "all"."""
+    waves = config.local_tail_waves
+    return AUTO_TAIL_WAVES if waves == "auto" else waves
+
+
 def plan_params(
     shape: LayerShape, config: TileOverlapConfig, rank: int, world: int, sms: int
 ) -> PlanParams:
     """What a plan of this layer depends on besides the counts."""
-    joined, waves = config.bands_per_segment, config.local_tail_waves
+    joined, waves = config.bands_per_segment, tail_waves(config)
     n_tiles = -(-shape.out // down_tile_n(config, shape.out))
     return PlanParams(
         world=world,
@@ -46,9 +55,7 @@ def plan_params(
         tile_m=abi.TILE_M,
         layout=LAYOUTS[config.layout],
         bands_per_segment=1 if joined == "auto" else joined,
-        local_tail_bands=min(waves * -(-sms // n_tiles), INT32_MAX)
-        if isinstance(waves, int)
-        else -1,
+        local_tail_bands=-1 if waves == "all" else min(waves * -(-sms // n_tiles), INT32_MAX),
         chunk_rows=max(1, CHUNK_BYTES // (shape.out * shape.dtype.itemsize)),
     )
 

@@ -18,7 +18,6 @@ from torch.nn.modules import module as torch_module
 
 from ds_tilemoe.backends.base import LayerShape
 from ds_tilemoe.backends.cuda_limits import device_obstacle, layer_obstacle
-from ds_tilemoe.config_block import NOT_BUILT
 from ds_tilemoe.layers.agreement import Decision, Offer
 from ds_tilemoe.layers.experts import LocalExpert, Recipe, hooks_of
 from ds_tilemoe.layers.recognise import (
@@ -255,8 +254,6 @@ def check_device(devices: set[torch.device]) -> None:
     Raises:
         UnknownExpert: with the reason.
     """
-    if "backend" in NOT_BUILT and any(device.type == "cuda" for device in devices):
-        raise UnknownExpert(NOT_BUILT["backend"][1])
     if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", "cuda"}:
         names = ", ".join(sorted(map(str, devices)))
         raise UnknownExpert(f"its parameters are on {names}; wanted all on the CPU or on one GPU")

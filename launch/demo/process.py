@@ -153,6 +153,9 @@ def join_world() -> None:
     import torch.distributed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if deepspeed.get_accelerator().device_name() != "cpu":
+        # Before NCCL first sends something, which is from the current device.
+        deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         deepspeed.init_distributed(verbose=False)
     except torch.distributed.DistError as error:
