@@ -180,7 +180,7 @@ def _read(source: str | Path) -> Mapping[str, Any]:
         text = _base64_text(source)
     try:
         parsed = hjson.loads(text, object_pairs_hook=_no_duplicates)
-    except hjson.HjsonDecodeError as error:
+    except (hjson.HjsonDecodeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"ds_config {shorten(str(source))!r} is not JSON or HJSON: {error}; fix: mend that line"
         ) from None

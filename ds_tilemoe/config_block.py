@@ -125,7 +125,7 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
             yield _fault(name, value, f"leave {name} out ({reason})")
     try:
         re.compile(config.layers)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         yield _fault("layers", config.layers, f"mend the expression ({error})")
     low, high = config.min_consumer_ctas, config.max_consumer_ctas
     if high != "auto" and low > high:
@@ -165,7 +165,14 @@ def _explain(error: ValidationError) -> str:
     """All faults of one validation, a line each; a union's several errors for one field are one."""
     lines: dict[str, str] = {}
     for entry in error.errors():
-        parts = [str(part) for part in entry["loc"]]
+        # A key that is no Unicode text has no place of its own in pydantic's list.
+        parts = [str(part) for part in entry["loc"]] or ["?"]
+        if parts == ["?"]:
+            lines["?"] = (
+                f"{BLOCK}: got a key or value that is no Unicode text; wanted the keys of the "
+                "README; fix: remove it"
+            )
+            continue
         nested = parts[0] == "adaptive" and len(parts) > 1
         name = ".".join(parts[:2]) if nested else parts[0]
         if entry["type"] == "extra_forbidden":

@@ -59,9 +59,12 @@ def apply(
     try:
         try:
             settings = load_config(config)
-        except ConfigError as error:  # maybe on this rank alone: its peers wait for its word
+        except Exception as error:  # maybe on this rank alone: its peers wait for its word
             _swap(model, TileOverlapConfig(), f"its settings are wrong: {error}")
-            raise
+            if isinstance(error, ConfigError):
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the settings cannot be read: {cause}") from error
         unwanted = _refused_engine(engine_or_model) if settings.enabled else DISABLED
         report = SwapReport(tuple(_swap(model, settings, unwanted).values()))
         if settings.enabled:
@@ -233,6 +236,7 @@ def _state_for(name: str, layer: MOELayer, session: Session, parent: MoE | None)
     state = getattr(layer, "_tile", None)
     if state is not None and state.session is session:
         state.forget()
+        state.name = state.stats.name = name  # another root may call it otherwise
         return state
     tensor_parallel = parent is not None and parent.enable_expert_tensor_parallelism
     return LayerState(name, session, tensor_parallel)

@@ -210,7 +210,7 @@ def build_engine(settings: Settings, trained: bool) -> DeepSpeedEngine:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it tells of every group it makes
             engine, *_ = deepspeed.initialize(model=model, config=settings.ds_config)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
         leave(f"deepspeed.initialize refuses the configuration: {error}")
     if trained:
         try:
@@ -270,6 +270,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, mine)
     fault = results.fault(everyone)
+    if args.compare and block.enabled and not report.swapped:
+        fault = "no layer was swapped, so there was nothing to compare; the table says why"
     if rank() == 0:
         if report.swapped:
             in_force = ds_tilemoe.stats.export_config()

@@ -347,3 +347,24 @@ def test_constructor_and_load_refuse_alike() -> None:
     config = TileOverlapConfig(tile_m=3)
     assert load_config(config) is config
     assert load_config(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"layers": "a{999999999999}"},
+        {"layers": "(a" * 5000},
+        {"\ud800": 1},
+        {"layers": "x\ud800("},
+    ],
+)
+def test_whatever_is_wrong_is_a_config_error(block: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="tile_overlap"):
+        load_config(block)
+
+
+@pytest.mark.parametrize("text", ['{"x": ' * 3000 + "1" + "}" * 3000, '{"wait_timeout_s": 1e400}'])
+def test_files_that_overwhelm_the_parser(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "ds.json")

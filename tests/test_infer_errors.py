@@ -174,3 +174,11 @@ def _lives(group: int) -> bool:
         if int(pgrp) == group and state != "Z":
             return True
     return False
+
+
+def test_compare_fails_where_nothing_was_swapped(tmp_path):
+    nowhere = {"CXX": "/bin/false", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = alone("--compare", "--max-new-tokens", 1, **nowhere)
+    assert done.returncode == 1, done.stderr
+    assert "no layer was swapped" in done.stderr
+    assert "/bin/false" in done.stderr

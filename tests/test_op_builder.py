@@ -324,3 +324,10 @@ def test_report_lists_the_op(
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("tilemoe_cpu"))
     assert "[OKAY]" in line
     assert set(ALL_OPS) == {"tilemoe_cpu", "tilemoe_cuda"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("MAX_JOBS", "two"), ("MAX_JOBS", "0"), ("CXX", "'")])
+def test_wrong_variables_are_named(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(BuildError, match=name):
+        jit._jobs() if name == "MAX_JOBS" else jit.find_compiler()

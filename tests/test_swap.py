@@ -337,3 +337,10 @@ def test_what_cannot_be_examined_is_a_reason():
     assert entry.status == "kept"
     assert "it could not be examined: AttributeError: " in entry.reason
     assert "wg" in entry.reason
+
+
+def test_another_root_gives_a_layer_another_name():
+    moe = make_moe(drop_tokens=False)
+    ds_tilemoe.apply(moe, {})
+    report = ds_tilemoe.apply(torch.nn.ModuleDict({"outer": moe}), {})
+    assert [entry.name for entry in report.layers] == ["outer.deepspeed_moe"]

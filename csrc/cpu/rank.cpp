@@ -41,12 +41,15 @@ std::string Rank::failure() const {
       first = &failure;
     }
   }
-  return first == nullptr ? failed_here_ : std::string(first->message);
+  if (first != nullptr) return first->message;
+  const std::lock_guard lock(failed_mutex_);
+  return failed_text_;
 }
 
 void Rank::fail(const std::string& cause) {
-  if (!failed_here_.empty()) return;
-  failed_here_ = cause;
+  const std::lock_guard lock(failed_mutex_);
+  if (failed_here_) return;
+  failed_text_ = cause;
   const Word time_ns = static_cast<Word>(now_ns());
   for (const Block& block : blocks_) {
     Failure& failure = block.failure(config_.rank);
@@ -54,6 +57,7 @@ void Rank::fail(const std::string& cause) {
     flag_store(failure.time_ns, time_ns);
     flag_store(block.failed(), 1);
   }
+  failed_here_ = true;
 }
 
 void Rank::poison() {
@@ -62,7 +66,7 @@ void Rank::poison() {
 }
 
 void Rank::check_failed() const {
-  if (failed_here_.empty() && flag_load(own().failed()) == 0) return;
+  if (!failed_here_ && flag_load(own().failed()) == 0) return;
   throw Error(ErrorKind::deadline, failure());
 }
 
@@ -356,14 +360,15 @@ Rank::Consumed Rank::consume(const CombineArgs& args, Role role, std::uint64_t s
     const Segment& segment = plan_.segments[chunk.segment];
     for (int band = segment.band_begin; band < segment.band_begin + segment.band_count; ++band) {
       const Word& word = band_ready_[half][band];
-      done.spins += wait([&] { return flag_load(word) >= n_tiles; },
-                         [&] {
-                           return "in layer " + std::string(layer_.name) + " for band " +
-                                  std::to_string(band) + " of its own producer (seen " +
-                                  std::to_string(flag_load(word)) + ", wanted " +
-                                  std::to_string(n_tiles) + ")";
-                         },
-                         config_.wait_timeout_ns, config_.rank, role);
+      done.spins += wait(
+          [&] { return flag_load(word) >= n_tiles; },
+          [&] {
+            return "in layer " + std::string(layer_.name) + " for band " + std::to_string(band) +
+                   " of its own producer (seen " + std::to_string(flag_load(word)) + ", wanted " +
+                   std::to_string(n_tiles) + ")";
+          },
+          // Its own GEMM may take as long as it takes; if it fails, the failure ends this wait.
+          config_.group_timeout_ns, config_.rank, role);
     }
     shipped[segment.owner] += chunk.rows;
     if constexpr (kFault == Fault::arrival_before_copy) signal();

@@ -5,8 +5,10 @@
 // only through the heap, readiness only through flags.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -121,7 +123,11 @@ class Rank {
   std::vector<Block> blocks_;
   Workers workers_;
 
-  std::string failed_here_;  // this rank's own cause, also where the heap could not take it
+  // This rank's own cause, also where the heap could not take it. Consumers fail as well, so the
+  // text is behind a lock and the flag is what they look at.
+  mutable std::mutex failed_mutex_;
+  std::string failed_text_;
+  std::atomic<bool> failed_here_ = false;
   Word epoch_ = 0;
   Layer layer_{};
   std::int64_t tokens_ = 0;

@@ -305,7 +305,7 @@ class CpuBackend:
 
 def _plain(text: str) -> str:
     """``text`` as UTF-8 can hold it: it crosses into C++ and to other ranks."""
-    return text.encode("utf-8", "replace").decode()
+    return text.replace("\0", "?").encode("utf-8", "replace").decode()
 
 
 def _bands_per_segment(config: TileOverlapConfig) -> int:

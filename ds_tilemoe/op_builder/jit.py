@@ -93,7 +93,10 @@ def find_compiler() -> tuple[str, ...] | None:
     """The command of ``$CXX``, else the first of c++, g++ and clang++ on the path; None without."""
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     for candidate in candidates:
-        words = shlex.split(candidate)
+        try:
+            words = shlex.split(candidate)
+        except ValueError as error:
+            raise BuildError(f"CXX is {candidate!r} ({error}); fix: mend or unset it") from None
         if words and shutil.which(words[0]):
             return tuple(words)
     return None
@@ -190,8 +193,7 @@ def _build(recipe: Recipe, library: Path, verbose: bool) -> None:
     shutil.rmtree(library.parent, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=home))
     try:
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(_jobs()) as pool:
             commands = recipe.compile_commands(work)
             done = [pool.submit(_run, recipe, command, work, verbose) for command in commands]
             try:
@@ -248,6 +250,13 @@ def _run(recipe: Recipe, command: Sequence[str], work: Path, verbose: bool) -> N
         f"op {recipe.name}: this command failed (exit {result.returncode}): {shown}\n  {told}\n"
         f"fix: {_common_fix(result) or recipe.fix(result.stdout)}"
     )
+
+
+def _jobs() -> int:
+    text = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    if not text.isdecimal() or int(text) < 1:
+        raise BuildError(f"MAX_JOBS is {text!r}; wanted a number of at least 1; fix: unset it")
+    return int(text)
 
 
 def _common_fix(result: subprocess.CompletedProcess[str]) -> str | None:
