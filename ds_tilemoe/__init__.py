@@ -72,12 +72,13 @@ __all__ = [
     "restore",
     "split_config",
     "stats",
+    "testing",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "stats":
-        return importlib.import_module("ds_tilemoe.stats")
+    if name in ("stats", "testing"):
+        return importlib.import_module(f"ds_tilemoe.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(f"ds_tilemoe.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'ds_tilemoe' has no attribute {name!r}")

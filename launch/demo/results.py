@@ -132,6 +132,10 @@ def show(record: dict[str, Any]) -> str:
         lines.append(
             ds_tilemoe.stats.table([row | {"layer": row["name"]} for row in record["layers"]])
         )
+        # Both runs that the ratio compares wait for peers that are late.
+        lines.append(
+            "exposed combine holds peers' lateness too; with more ranks than cores, mostly"
+        )
     return "\n".join(lines)
 
 
