@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -118,6 +120,30 @@ def test_half_precision_on_one_rank_without_a_launcher(tmp_path):
     assert "perplexity unswapped" in done.stdout
     assert "on 1 rank(s), cpu backend" in done.stdout
     assert "blocks.1.moe.deepspeed_moe" in done.stdout
+
+
+def test_progress_bar_where_stderr_is_a_terminal(tmp_path):
+    (tmp_path / "text").write_bytes(b"a short text")
+    ours, theirs = os.openpty()
+    command = [
+        sys.executable,
+        str(INFER),
+        "--text",
+        str(tmp_path / "text"),
+        "--max-new-tokens",
+        "2",
+    ]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # how a terminal says that nobody is at its other end
+            while piece := os.read(ours, 4096):
+                said += piece
+    os.close(ours)
+    assert process.returncode == 0, said
+    assert b"reading: 100%" in said
 
 
 def test_torchrun_and_a_config_without_the_block(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import platform
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,10 @@ WORST = {
 @contextlib.contextmanager
 def progress(label: str, tokens: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on rank 0's stderr, if that is a terminal; yields its advance function."""
-    with tqdm(total=tokens, desc=label, unit="B", disable=None if rank() == 0 else True) as bar:
+    size = shutil.get_terminal_size()  # some terminals say 0 x 0, and tqdm would believe them
+    shape = {"ncols": size.columns, "nrows": size.lines}
+    hidden = None if rank() == 0 else True
+    with tqdm(total=tokens, desc=label, unit="B", disable=hidden, **shape) as bar:
         yield bar.update
 
 
