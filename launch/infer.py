@@ -29,6 +29,7 @@ from demo.process import (
     FAILED,
     Parser,
     choose_accelerator,
+    end,
     end_with_launcher,
     join_world,
     leave,
@@ -296,4 +297,4 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end(main())

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from demo.process import (
     Parser,
+    end,
     end_with_launcher,
     join_world,
     leave,
@@ -165,4 +166,4 @@ def schedule(step: int, steps: int) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end(main())
