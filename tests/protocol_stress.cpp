@@ -4,6 +4,7 @@
 //   protocol_stress ITERATIONS WORLD SEED DELAY_US DELAY_SEED TIMEOUT_MS
 //
 // Prints a hash of all outputs, which depends on SEED alone. Exit 1: a wrong value or an error.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -34,7 +35,8 @@ Iteration draw(std::uint64_t seed, int iteration, int world) {
   std::mt19937_64 rng(seed * 1'000'003 + iteration);
   const auto below = [&](int n) { return static_cast<int>(rng() % n); };
   Iteration it;
-  it.topk = 1 + below(kMaxTopk);
+  const int experts = world * kLocalExperts;
+  it.topk = 1 + below(std::min(kMaxTopk, experts));
   it.width = 8 + 8 * below(4);
   it.tile_m = 1 << below(4);
   it.tile_n = 5 + below(12);
@@ -43,7 +45,6 @@ Iteration draw(std::uint64_t seed, int iteration, int world) {
   it.chunk_rows = 1 + below(6);
   it.group_bands = 1 + below(4);
   it.layout = below(2) == 0 ? Layout::compact : Layout::aligned;
-  const int experts = world * kLocalExperts;
   const int hot = below(3) == 0 ? below(experts) : -1;  // a third of the calls is skewed
   for (int r = 0; r < world; ++r) {
     it.tokens.push_back(below(4) == 0 ? 0 : below(kMaxTokens + 1));

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ["tests/protocol_stress.cpp", "csrc/cpu/rank.cpp", "csrc/planner/planner.cpp"]
+SOURCES = [
+    ROOT / "tests" / "protocol_stress.cpp",
+    ROOT / "csrc" / "planner" / "planner.cpp",
+    *sorted((ROOT / "csrc" / "cpu").glob("*.cpp")),
+]
 ITERATIONS = 10_000
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -18,13 +22,26 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 def build(directory: Path, name: str, *flags: str) -> Path:
     program = directory / name
-    command = ["g++", "-std=c++20", "-g", "-pthread", *flags, *SOURCES, "-o", str(program)]
+    if program.exists():
+        return program
+    command = [
+        "g++",
+        "-std=c++20",
+        "-g",
+        "-pthread",
+        *flags,
+        *map(str, SOURCES),
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     return program
 
 
-def run(program: Path, *, iterations: int, delay_us: int, delay_seed: int, timeout_ms: int):
-    arguments = [iterations, 4, 1, delay_us, delay_seed, timeout_ms]
+def run(
+    program: Path, *, iterations: int, delay_us: int, delay_seed: int, timeout_ms: int, world=4
+):
+    arguments = [iterations, world, 1, delay_us, delay_seed, timeout_ms]
     return subprocess.run(
         [str(program), *map(str, arguments)],
         capture_output=True,
@@ -39,25 +56,30 @@ def directory(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("protocol")
 
 
-def test_all_values_right_and_repeatable(directory):
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_all_values_right_and_repeatable(directory, world):
     program = build(directory, "plain", "-O2", "-Wall", "-Wextra", "-Werror")
     hashes = set()
     for delay_us, delay_seed in ((0, 1), (100, 2)):
         done = run(
             program,
-            iterations=ITERATIONS,
+            iterations=ITERATIONS // world,
             delay_us=delay_us,
             delay_seed=delay_seed,
             timeout_ms=20_000,
+            world=world,
         )
         assert done.returncode == 0, done.stderr
         hashes.add(done.stdout)
     assert len(hashes) == 1, f"the same input gave different bits: {hashes}"
 
 
-def test_clean_under_thread_sanitizer(directory):
+@pytest.mark.parametrize(("world", "iterations"), [(4, ITERATIONS), (8, ITERATIONS // 5)])
+def test_clean_under_thread_sanitizer(directory, world, iterations):
     program = build(directory, "tsan", "-O1", "-fsanitize=thread")
-    done = run(program, iterations=ITERATIONS, delay_us=20, delay_seed=3, timeout_ms=30_000)
+    done = run(
+        program, iterations=iterations, delay_us=20, delay_seed=3, timeout_ms=30_000, world=world
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -1,4 +1,6 @@
 // The symmetric heap of the CPU twin: one shared region, one block a rank, equal offsets in each.
+// Its own layout, not that of common/control.h: there kernels tell causes by number, where ranks
+// here write words, and count rows into slots of tile_m rows, where here each run has a counter.
 //
 // Reuse rule: a rank writes into a peer's block only after it has the peer's count row of this
 // epoch, and a rank sends that row only after its own scale of the epoch before. Count rows
@@ -6,8 +8,11 @@
 // ahead, never two, since epoch e + 1 waits for this rank's count row of e + 1.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <string>
 
 #include "../common/sync.h"
 
@@ -36,6 +41,17 @@ struct Failure {
   Word time_ns;  // of the host's monotonic clock, 0 = none; released after the message
   char message[1024];
 };
+
+// Copies a message into a fixed field, cut at a whole UTF-8 character.
+template <std::size_t N>
+void copy_message(const std::string& from, char (&to)[N]) {
+  std::size_t n = std::min(from.size(), N - 1);
+  if (n < from.size()) {
+    while (n > 0 && (static_cast<unsigned char>(from[n]) & 0xc0u) == 0x80u) --n;
+  }
+  std::memcpy(to, from.data(), n);
+  to[n] = '\0';
+}
 
 inline constexpr int kHalves = 2;
 inline constexpr int kCountHalves = kFault == Fault::one_count_half ? 1 : 2;

@@ -5,17 +5,16 @@
 // only through the heap, readiness only through flags.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "../plan_abi.h"
 #include "heap.h"
 #include "numeric.h"
-#include "wait.h"
+#include "routes.h"
+#include "watch.h"
 #include "workers.h"
 
 namespace tilemoe::cpu {
@@ -83,7 +82,7 @@ class Rank {
   // y [tokens, n] = sum over k of weights [tokens, topk] * row, fp32, k ascending, one cast.
   void scale(const float* weights, std::byte* y, DType dtype);
   // Marks the group failed in every block: peers stop waiting. This rank's first cause stays.
-  void fail(const std::string& cause);
+  void fail(const std::string& cause) { watch_.fail(cause); }
   // Fills the rooms that peers write to with NaN. Tests only; between calls, when nobody writes.
   void poison();
 
@@ -91,7 +90,7 @@ class Rank {
   std::byte* dispatch_buffer() const { return own().dispatch(); }
   const IterationStats& stats() const { return stats_; }
   // The earliest cause of failure that this rank can see, or "".
-  std::string failure() const;
+  std::string failure() const { return watch_.failure(); }
 
   // Called about every 50 ms by waits of the calling thread; true ends the wait.
   std::function<bool()> interrupted = [] { return false; };
@@ -99,44 +98,28 @@ class Rank {
   std::uint64_t random_delay_seed = 1;
 
  private:
-  enum class Role { caller, consumer };
   struct Consumed {
     std::int64_t last_put = 0, chunks = 0, spins = 0;
   };
 
   const Block& own() const { return blocks_[config_.rank]; }
-  void count_routes(const std::int32_t* expert_ids, std::int64_t tokens, std::string* error);
-  void publish_counts(const std::string& error);
-  void await_counts();
   void make_plan();
-  void check_failed() const;
   void check_capacity();
   Consumed consume(const CombineArgs& args, Role role, std::uint64_t seed);
   void produce(const CombineArgs& args);
-  // Waits until ready(); describe() says for what. Throws Error.
-  template <class Ready, class Describe>
-  std::int64_t wait(Ready ready, Describe describe, std::int64_t timeout_ns, int peer, Role role);
   template <class T>
-  void scale_rows(const float* weights, T* y) const;
+  void sum_rows(const float* weights, T* y) const;
 
   RankConfig config_;
   std::vector<Block> blocks_;
+  Watch watch_;
   Workers workers_;
 
-  // This rank's own cause, also where the heap could not take it. Consumers fail as well, so the
-  // text is behind a lock and the flag is what they look at.
-  mutable std::mutex failed_mutex_;
-  std::string failed_text_;
-  std::atomic<bool> failed_here_ = false;
   Word epoch_ = 0;
   Layer layer_{};
   std::int64_t tokens_ = 0;
-
-  std::vector<std::int32_t> own_counts_;     // this rank's row of C
-  std::vector<std::int32_t> counts_;         // C, copied once an epoch
-  std::vector<std::int32_t> sorted_tokens_;  // token of each receive row
-  std::vector<std::int32_t> route_expert_;   // [tokens, topk] expert or -1
-  std::vector<std::int64_t> route_row_;      // [tokens, topk] receive row
+  Routes routes_;
+  std::vector<std::int32_t> counts_;  // C, copied once an epoch
 
   PlanView plan_{};
   std::vector<std::int64_t> plan_words_;
