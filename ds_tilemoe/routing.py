@@ -19,6 +19,23 @@ GATE_TIMER = "topk_gate"
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where this rank's routes stand among its routes to the same expert, on the device.
+
+    Attributes:
+        positions: [T, K] int32, earlier kept routes to the same expert, in order of (token, k); no
+            meaning where dropped.
+        sources: [T * K] int32, token of each kept route, in order of (expert, token, k); no meaning
+            behind them.
+        counts: [E] int32, kept routes per expert: this rank's row of C.
+    """
+
+    positions: Tensor
+    sources: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
 class Routing:
     """Which experts this rank's tokens go to, and with what weight.
 
@@ -28,12 +45,14 @@ class Routing:
         l_aux: 0-d, the gate's load-balancing loss.
         exp_counts: [E] int64, routes per expert before dropping, as DeepSpeed reports them. Rows
             that travel are those with ``expert_ids >= 0``.
+        places: where the routes stand, if the router that decided them has found that too.
     """
 
     expert_ids: Tensor
     weights: Tensor
     l_aux: Tensor
     exp_counts: Tensor
+    places: Places | None = None
 
 
 def route(gate: Any, x: Tensor, used_token: Tensor | None = None) -> Routing:

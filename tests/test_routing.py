@@ -40,6 +40,7 @@ def test_equals_the_gates_own_tuple(k, drop):
     assert (routing.weights[~kept] == 0).all()
     assert torch.equal(routing.l_aux, l_aux)
     assert torch.equal(routing.exp_counts, exp_counts)
+    assert routing.places is None  # its locations have second choices behind all first ones
 
 
 def test_no_tokens_skip_the_gate(monkeypatch):
