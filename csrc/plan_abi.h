@@ -97,6 +97,37 @@ struct IterationStats {
 };
 static_assert(sizeof(IterationStats) == 72);
 
+// Where a call's time goes: ns of this rank's own clock since its count exchange began; 0 where a
+// kernel did not run. router_start is negative: the router runs before.
+struct LayerTimes {
+  int64_t router_start;
+  int64_t exchange_end;  // counts are here and the plan is made
+  int64_t front_start;   // GEMM 1's first tile or first row sent
+  int64_t front_end;     // its last tile
+  int64_t down_start;    // IterationStats counts from here
+  int64_t down_end;
+  int64_t last_arrival;
+  int64_t scale_end;
+};
+static_assert(sizeof(LayerTimes) == 64);
+
+// What a call leaves behind for the host, in slot `epoch % kCallRecords` of a page-locked ring.
+// Written by scale, `epoch` last and released to the system: a slot whose epoch is the wanted one
+// before and after reading holds that call, and nobody has to wait for the device.
+constexpr int32_t kCallRecords = 256;
+struct CallRecord {
+  IterationStats iteration;
+  LayerTimes times;
+  uint64_t layer;         // fingerprint, as in ExchangeParams
+  int64_t tokens;         // of this rank
+  int64_t rows;           // valid rows of this rank's layout
+  int64_t remote_rows;    // of them, owed to other ranks
+  int32_t consumer_ctas;  // that were asked for in this call
+  int32_t bands;          // of the plan
+  uint64_t epoch;
+};
+static_assert(sizeof(CallRecord) == 184);
+
 // Tile `claim` of `bands * n_tiles`: groups of `group_bands` bands one after another, inside a
 // group the band index fastest, so that one weight tile serves the bands of a group from cache.
 struct TileIndex {

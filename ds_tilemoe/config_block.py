@@ -16,26 +16,26 @@ from ds_tilemoe.errors import ConfigError
 
 BLOCK = "tile_overlap"
 MAX_CPU_CONSUMERS = 8  # consumer threads of a rank on the CPU backend
-MAX_CUDA_CONSUMERS = 255  # more SMs than any GPU has; the GPU at hand sets its own bound
+MAX_CUDA_CTAS = 255  # more SMs than any GPU has; the GPU at hand sets its own bound
 MAX_CPU_TILE = 4096  # rows or columns of a tile on the CPU backend
 MAX_WAIT_S = 1e6  # deadlines are counted in 64-bit ns
 
 # Fields with values that nothing honours yet: field -> (values accepted, why no other).
 NOT_BUILT: dict[str, tuple[tuple[object, ...], str]] = {
-    "num_dispatch_ctas": (("auto",), "dispatch by the kernels' own CTAs is not built yet"),
-    "mover": (("auto", "sm", "none"), "the copy-engine mover is not built yet"),
-    "dispatch": (("auto",), "there is one dispatch path so far"),
-    "router": (("auto", "deepspeed"), "the fused router is not built yet"),
-    "transport": (("auto",), "there is one transport so far"),
-    "adaptive": (
-        ({"enabled": True, "interval": 1, "hysteresis": 0.02, "cache_dir": None},),
-        "the adaptive controller is not built yet",
-    ),
+    "mover": (("auto", "sm", "none"), "the copy-engine mover is not built"),
+}
+
+# Values that only the CUDA backend has; none named = all but "auto".
+CUDA_ONLY: dict[str, tuple[str, ...]] = {
+    "num_dispatch_ctas": (),
+    "dispatch": ("nccl",),
+    "router": ("fused",),
+    "transport": ("nvshmem",),
 }
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Tile = Annotated[int, Field(ge=1, le=MAX_CPU_TILE)]
-Consumers = Annotated[int, Field(ge=1, le=MAX_CUDA_CONSUMERS)]
+Ctas = Annotated[int, Field(ge=1, le=MAX_CUDA_CTAS)]
 CONSUMER_BOUNDS = f"{MAX_CPU_CONSUMERS} on the CPU, less than the SMs of a GPU on CUDA"
 
 
@@ -74,14 +74,16 @@ class TileOverlapConfig(BaseModel):
     tile_n: Literal["auto"] | Tile = Field(
         "auto", description=f'"auto" or an integer from 1 to {MAX_CPU_TILE}'
     )
-    num_consumer_ctas: Literal["auto"] | Consumers = Field(
+    num_consumer_ctas: Literal["auto"] | Ctas = Field(
         "auto", description=f'"auto" or an integer from 1 to {CONSUMER_BOUNDS}'
     )
-    min_consumer_ctas: Consumers = Field(1, description=f"an integer from 1 to {CONSUMER_BOUNDS}")
-    max_consumer_ctas: Literal["auto"] | Consumers = Field(
+    min_consumer_ctas: Ctas = Field(1, description=f"an integer from 1 to {CONSUMER_BOUNDS}")
+    max_consumer_ctas: Literal["auto"] | Ctas = Field(
         "auto", description=f'"auto" or an integer from 1 to {CONSUMER_BOUNDS}'
     )
-    num_dispatch_ctas: Literal["auto"] | Count = Field("auto", description='"auto"')
+    num_dispatch_ctas: Literal["auto"] | Ctas = Field(
+        "auto", description='"auto" or an integer from 1 to less than the SMs of a GPU'
+    )
     bands_per_segment: Literal["auto"] | Count = Field(
         "auto", description='"auto" or an integer of at least 1'
     )
@@ -91,15 +93,21 @@ class TileOverlapConfig(BaseModel):
     mover: Literal["auto", "sm", "copy_engine", "none"] = Field(
         "auto", description='"auto", "sm" or "none"'
     )
-    dispatch: Literal["auto", "fused", "nccl"] = Field("auto", description='"auto"')
-    router: Literal["auto", "deepspeed", "fused"] = Field(
-        "auto", description='"auto" or "deepspeed"'
+    dispatch: Literal["auto", "fused", "nccl"] = Field(
+        "auto", description='"auto", "fused" or "nccl"'
     )
-    transport: Literal["auto", "mapped", "nvshmem"] = Field("auto", description='"auto"')
+    router: Literal["auto", "deepspeed", "fused"] = Field(
+        "auto", description='"auto", "deepspeed" or "fused"'
+    )
+    transport: Literal["auto", "mapped", "nvshmem"] = Field(
+        "auto", description='"auto", "mapped" or "nvshmem"'
+    )
     max_tokens_per_rank: Literal["auto"] | Count = Field(
         "auto", description='"auto" or an integer of at least 1'
     )
-    adaptive: AdaptiveConfig = Field(AdaptiveConfig(), description="its default values")
+    adaptive: AdaptiveConfig = Field(
+        AdaptiveConfig(), description="a block of enabled, interval, hysteresis and cache_dir"
+    )
     layers: str = Field(".*", description="a regular expression of layer names")
     strict: bool = Field(False, description="true or false")
     wait_timeout_s: float = Field(
@@ -120,7 +128,6 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
     """Faults that a type cannot state: values not built yet, bounds of one field by another."""
     for name, (accepted, reason) in NOT_BUILT.items():
         value = getattr(config, name)
-        value = value.model_dump() if isinstance(value, BaseModel) else value
         if value not in accepted:
             yield _fault(name, value, f"leave {name} out ({reason})")
     try:
@@ -136,7 +143,7 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
     if config.backend == "cpu":
         yield from _cpu_faults(config)
     chosen = config.num_consumer_ctas
-    most = MAX_CUDA_CONSUMERS if high == "auto" else high
+    most = MAX_CUDA_CTAS if high == "auto" else high
     if chosen != "auto" and low <= most and not low <= chosen <= most:
         yield (
             f"{BLOCK}.num_consumer_ctas: got {chosen}; wanted it from min_consumer_ctas ({low}) to "
@@ -159,6 +166,10 @@ def _cpu_faults(config: TileOverlapConfig) -> Iterator[str]:
         value = getattr(config, name)
         if value != "auto" and value > MAX_CPU_CONSUMERS:
             yield _fault(name, value)
+    for name, refused in CUDA_ONLY.items():
+        value = getattr(config, name)
+        if value in refused or (not refused and value != "auto"):
+            yield _fault(name, value, f"leave {name} out: the CPU backend has no such thing")
 
 
 def _explain(error: ValidationError) -> str:

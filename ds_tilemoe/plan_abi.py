@@ -60,6 +60,51 @@ SEGMENT_DTYPE = np.dtype(
     ]
 )
 CHUNK_DTYPE = np.dtype([("segment", "<i4"), ("row", "<i4"), ("rows", "<i4")])
+ITERATION_DTYPE = np.dtype(
+    [
+        (name, "<i8")
+        for name in (
+            "first_segment_ready",
+            "producer_end",
+            "last_put",
+            "last_arrival",
+            "segments",
+            "backlog_at_producer_end",
+            "chunks_drained",
+            "idle_spins",
+            "epoch",
+        )
+    ]
+)
+TIMES_DTYPE = np.dtype(
+    [
+        (name, "<i8")
+        for name in (
+            "router_start",
+            "exchange_end",
+            "front_start",
+            "front_end",
+            "down_start",
+            "down_end",
+            "last_arrival",
+            "scale_end",
+        )
+    ]
+)
+CALL_RECORD_DTYPE = np.dtype(
+    [
+        ("iteration", ITERATION_DTYPE),
+        ("times", TIMES_DTYPE),
+        ("layer", "<u8"),
+        ("tokens", "<i8"),
+        ("rows", "<i8"),
+        ("remote_rows", "<i8"),
+        ("consumer_ctas", "<i4"),
+        ("bands", "<i4"),
+        ("epoch", "<u8"),
+    ]
+)
+CALL_RECORDS = 256  # slots of the ring of call records
 
 
 def _field_error(name: str, got: object, wanted: str) -> PlanError:

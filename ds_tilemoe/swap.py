@@ -89,11 +89,13 @@ def restore(engine_or_model: Any) -> int:
 def check(engine_or_model: Any) -> None:
     """Raise a failure that no forward has raised yet. Local.
 
-    On the CPU every forward raises its own failure; what is left to say is that a heap has failed
-    and that no later forward can succeed.
+    On CUDA it waits for the device first: call it where you read results. On the CPU every forward
+    raises its own failure; what is left to say is that a heap has failed and that no later forward
+    can succeed.
 
     Raises:
-        DeadlineError: with the first cause.
+        RankFailure, CapacityError: a call failed on another rank (CUDA), once.
+        DeadlineError: the heap has failed; with the first cause.
     """
     for session in _sessions(engine_or_model):
         for runtime in session.runtimes():

@@ -18,21 +18,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
-from ds_tilemoe.testing import (
-    CASE_LIMIT_S,
-    Case,
-    CaseResult,
-    RankContext,
-    cases_in,
-    init_cpu_group,
-    init_deepspeed,
-    init_gpu_group,
-)
+from ds_tilemoe.testing import COLLECTIVE_LIMIT_S, init_cpu_group, init_deepspeed, init_gpu_group
+from ds_tilemoe.testing_case import Case, CaseResult, RankContext, cases_in
 
 
 def _cases_of_target(target: str) -> list[Case]:
@@ -42,23 +34,33 @@ def _cases_of_target(target: str) -> list[Case]:
     return [Case(function, getattr(importlib.import_module(module), function))]
 
 
-def _run_cases(cases: Sequence[Case], folder: Path) -> int:
+def _run_cases(cases: Sequence[Case], folder: Path, limit_s: float, stacks: TextIO) -> int:
+    """Runs the cases, and says in a file of the folder where it is."""
+    doing = folder / f"{os.environ['RANK']}.doing"
+    doing.write_text("starting")
+    # Who waits in vain for a peer has to come back before its case's limit, to say so.
+    collective_s = min(COLLECTIVE_LIMIT_S, limit_s * 2 / 3)
     if os.environ.get("DS_ACCELERATOR") == "cuda":
-        init_gpu_group()
-    init_cpu_group()
+        init_gpu_group(collective_s)
+    init_cpu_group(collective_s)
     if "deepspeed" in sys.modules:
-        init_deepspeed()
+        init_deepspeed(collective_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     # Ranks meet between cases in a store of their own: no failed collective can break it.
     store = dist.FileStore(str(folder / "store"), world)
     context = RankContext(rank, world, folder / "shared")
     with open(folder / f"{rank}.jsonl", "w", buffering=1) as log:
         for number, entry in enumerate(cases):
+            doing.write_text(f"in {entry.name}")
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
             result = _run_case(entry, context)
+            faulthandler.cancel_dump_traceback_later()
             log.write(json.dumps(dataclasses.asdict(result)) + "\n")
-            if not _still_together(store, number, rank, world, result.ok):
+            doing.write_text(f"behind {entry.name}, waiting for its peers")
+            if not _still_together(store, number, rank, world, result.ok, limit_s):
                 print(f"rank {rank}: the ranks are out of step after {entry.name}; rest not run")
                 return 1
+    doing.write_text("ending")
     dist.destroy_process_group()
     return 0
 
@@ -74,13 +76,15 @@ def _run_case(entry: Case, context: RankContext) -> CaseResult:
     return CaseResult(entry.name, not error, error, time.perf_counter() - began, value)
 
 
-def _still_together(store: Any, number: int, rank: int, world: int, ok: bool) -> bool:
+def _still_together(
+    store: Any, number: int, rank: int, world: int, ok: bool, limit_s: float
+) -> bool:
     """Waits for all ranks after a case; after a failure, whether the process group still works."""
 
     def meet(what: str, mine: bool) -> bool:
         store.set(f"{number}/{what}/{rank}", "ok" if mine else "bad")
         keys = [f"{number}/{what}/{peer}" for peer in range(world)]
-        store.wait(keys, datetime.timedelta(seconds=CASE_LIMIT_S))
+        store.wait(keys, datetime.timedelta(seconds=limit_s))
         return all(store.get(key) == b"ok" for key in keys)
 
     try:
@@ -110,14 +114,16 @@ def _end(code: int) -> None:
 
 
 def main() -> None:
-    """``python -m ds_tilemoe.testing_rank TARGET FOLDER [ARGS]``."""
-    target, folder, *args = sys.argv[1:]
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if cases := _cases_of_target(target):
-        _end(_run_cases(cases, Path(folder)))
-    sys.argv = [target, *args]
-    runpy.run_path(target, run_name="__main__")
+    """``python -m ds_tilemoe.testing_rank TARGET FOLDER CASE_LIMIT_S [ARGS]``."""
+    target, folder, limit, *args = sys.argv[1:]
+    # In a file of their own, so that no flood of messages pushes them out of the report.
+    with open(Path(folder) / f"{os.environ['RANK']}.stacks", "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        if cases := _cases_of_target(target):
+            _end(_run_cases(cases, Path(folder), float(limit), stacks))
+        sys.argv = [target, *args]
+        runpy.run_path(target, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def command(*args: object, ranks: int = RANKS, port: int | None = None) -> list[
     return [*runner, "--master_port", str(port or free_port()), str(INFER), *map(str, args)]
 
 
-def launch(*args: object, stdin: bytes = b"", **where: int) -> subprocess.CompletedProcess[str]:
+def launch(
+    *args: object, stdin: bytes = b"", timeout_s: float = 120, **where: int
+) -> subprocess.CompletedProcess[str]:
     begun = time.monotonic()
     with subprocess.Popen(
         command(*args, **where),
@@ -43,7 +45,7 @@ def launch(*args: object, stdin: bytes = b"", **where: int) -> subprocess.Comple
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(stdin, timeout=120)
+            out, err = process.communicate(stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()

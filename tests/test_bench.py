@@ -1,32 +1,34 @@
-"""launch/bench.py: records, refusals."""
+"""launch/bench.py: its command line, records and refusals, and the planner bench."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
+
+import bench
+from benches import planner, records
 from ds_tilemoe.combine_plan import build_plan
 
-BENCH = Path(__file__).parents[1] / "launch" / "bench.py"
+LAUNCH = Path(bench.__file__).parent
 SMALL = ["planner", "--local-experts", "2", "--rows", "160", "--topk", "2", "--repeats", "50"]
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    """The script as a module, without the native planner, which would be compiled."""
-    spec = importlib.util.spec_from_file_location("bench_script", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "load_native_planner", lambda: (None, "not in this test"))
-    return module
+@pytest.fixture(autouse=True)
+def _no_native_planner(monkeypatch):
+    """It would be compiled."""
+    monkeypatch.setattr(planner, "load_native_planner", lambda: (None, "not in this test"))
 
 
 @pytest.mark.parametrize("routing", ["balanced", "uniform", "moderate_skew", "stress_skew"])
-def test_planner_appends_a_record(bench, tmp_path, capsys, routing):
+def test_planner_appends_a_record(tmp_path, capsys, routing):
     out = tmp_path / "new" / "planner.jsonl"
     line = [
         *SMALL,
@@ -42,9 +44,9 @@ def test_planner_appends_a_record(bench, tmp_path, capsys, routing):
     assert bench.main(line) == 0
     assert bench.main(line) == 0
     assert "native planner not timed: not in this test" in capsys.readouterr().err
-    records = [json.loads(text) for text in out.read_text().splitlines()]
-    assert len(records) == 2
-    record = records[1]
+    found = [json.loads(text) for text in out.read_text().splitlines()]
+    assert len(found) == 2
+    record = found[1]
     wanted = {"bench": "planner", "commit": "abc", "ranks": 4, "gemm_m": 160, "routing": routing}
     assert wanted.items() <= record.items()
     nulls = ("gpu", "driver", "dtype", "gemm_n", "gemm_k", "native_us", "native_p90_us")
@@ -53,18 +55,18 @@ def test_planner_appends_a_record(bench, tmp_path, capsys, routing):
     assert record["most_segments"] >= 3
 
 
-def test_planner_times_the_native_one_beside_it(bench, tmp_path, monkeypatch):
+def test_planner_times_the_native_one_beside_it(tmp_path, monkeypatch):
     def native(params, counts):
-        return {name: getattr(build_plan(params, counts), name) for name in bench.PLAN_ARRAYS}
+        return {name: getattr(build_plan(params, counts), name) for name in planner.PLAN_ARRAYS}
 
-    monkeypatch.setattr(bench, "load_native_planner", lambda: (native, ""))
+    monkeypatch.setattr(planner, "load_native_planner", lambda: (native, ""))
     out = tmp_path / "planner.jsonl"
     assert bench.main([*SMALL, "--commit", "abc", "--out", str(out)]) == 0
     assert json.loads(out.read_text())["native_us"] > 0
 
 
 @pytest.mark.parametrize("fault", ["python", "native"])
-def test_a_wrong_plan_is_not_timed(bench, tmp_path, monkeypatch, capsys, fault):
+def test_a_wrong_plan_is_not_timed(tmp_path, monkeypatch, capsys, fault):
     def wrong(params, counts):
         plan = build_plan(params, counts)
         return dataclasses.replace(plan, arrival_target=plan.arrival_target + 1)
@@ -73,24 +75,38 @@ def test_a_wrong_plan_is_not_timed(bench, tmp_path, monkeypatch, capsys, fault):
         return vars(wrong(params, counts))
 
     if fault == "python":
-        monkeypatch.setattr(bench, "build_plan", wrong)
+        monkeypatch.setattr(planner, "build_plan", wrong)
     else:
-        monkeypatch.setattr(bench, "load_native_planner", lambda: (native, ""))
+        monkeypatch.setattr(planner, "load_native_planner", lambda: (native, ""))
     out = tmp_path / "planner.jsonl"
     assert bench.main([*SMALL, "--commit", "abc", "--out", str(out)]) == 1
     assert not out.exists()
     assert "arrival_target" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["operator", "layer", "contention"])
-def test_benches_to_come_are_refused(bench, capsys, name):
+def test_planner_is_for_one_process(monkeypatch, capsys, tmp_path):
+    def leave(message, code):
+        raise SystemExit(f"{code} {message}")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(bench, "leave", leave)
     with pytest.raises(SystemExit) as ended:
-        bench.main([name])
-    assert ended.value.code == 2
-    assert f"{name} is not built yet; built so far: planner" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench.main(["--help"])
-    assert name not in capsys.readouterr().out
+        bench.main([*SMALL, "--out", str(tmp_path / "x")])
+    assert "1 planner: got 2 ranks, wanted one process: python launch/bench.py planner" in str(
+        ended.value
+    )
+
+
+def test_help_lists_the_benches_without_torch():
+    """Importing torch and DeepSpeed takes seconds; a newcomer asks for help first."""
+    code = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import bench\n"
+    code += "try: bench.main(['--help'])\nexcept SystemExit: assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("planner", "operator", "layer"):
+        assert name in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -105,7 +121,7 @@ def test_benches_to_come_are_refused(bench, capsys, name):
         (["--out", "/"], "--out: got '/', wanted a file that can be written"),
     ],
 )
-def test_bad_flags_are_named(bench, capsys, tmp_path, flags, message):
+def test_bad_flags_are_named(capsys, tmp_path, flags, message):
     line = [*SMALL, "--commit", "abc", "--out", str(tmp_path / "planner.jsonl"), *flags]
     try:
         code = bench.main(line)
@@ -115,18 +131,51 @@ def test_bad_flags_are_named(bench, capsys, tmp_path, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_commit_comes_from_git_or_must_be_given(bench, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
+def test_commit_comes_from_git_or_must_be_given(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert bench.main(SMALL) == 1
     assert "git tells no commit" in capsys.readouterr().err
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
-        bench.subprocess.run([*git, *words], check=True)
-    clean = bench._commit()
+        subprocess.run([*git, *words], check=True)
+    clean = records.head_commit()
     assert len(clean) == 40
     (tmp_path / "docs" / "results").mkdir(parents=True, exist_ok=True)
     (tmp_path / "docs" / "results" / "planner.jsonl").write_text("{}\n")
-    assert bench._commit() == clean
+    assert records.head_commit() == clean
     (tmp_path / "file").write_text("")
-    assert bench._commit() == f"{clean}-dirty"
+    assert records.head_commit() == f"{clean}-dirty"
+
+
+def test_times_are_medians_and_say_nothing_of_what_is_missing():
+    nan = float("nan")
+    found = records.microseconds("x", [nan, *range(1, 12), nan])
+    assert found == {"x_us": 6.0, "x_p10_us": 2.0, "x_p90_us": 10.0}
+    assert set(records.microseconds("x", [nan]).values()) == {None}
+    pairs = records.ratio("r", np.array([2.0, 9.0, nan]), np.array([1.0, 3.0, 1.0]))
+    assert pairs == {"r": 2.5, "r_p10": 2.1, "r_p90": 2.9}
+    assert np.isnan(records.median([]))
+
+
+def test_records_hold_no_nan(tmp_path):
+    """Not JSON: a reader of the file would stop there."""
+    with pytest.raises(ValueError):
+        records.append(tmp_path / "x", {"a": float("nan")})
+    records.append(tmp_path / "x", {"a": None})
+    assert (tmp_path / "x").read_text().endswith('{"a": null}\n')
+
+
+def test_table_lines_up():
+    rows = [{"a": 1, "b": 1234.56}, {"a": None, "b": 0.12345}]
+    assert records.table(rows).splitlines() == ["a      b", "1   1235", "-  0.123"]
+    assert records.table([]) == ""
+
+
+def test_sizes_want_all_their_numbers():
+    parse = records.sizes("M,N")
+    assert parse("1_000,2") == (1000, 2)
+    for text in ("1", "1,2,3", "1,0", "a,b"):
+        with pytest.raises(records.argparse.ArgumentTypeError, match="M,N"):
+            parse(text)
+    assert records.sizes("...")("3") == (3,)

@@ -176,25 +176,39 @@ def test_all_faults_are_told_at_once() -> None:
     assert "'interval'" in message
 
 
+def test_fields_not_built_accept_their_defaults_only() -> None:
+    message = refusal({"mover": "copy_engine"})
+    assert NOT_BUILT["mover"][1] in message
+    assert load_config({"mover": DEFAULTS["mover"]}) == TileOverlapConfig()
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("num_dispatch_ctas", 4),
-        ("mover", "copy_engine"),
-        ("dispatch", "fused"),
         ("dispatch", "nccl"),
         ("router", "fused"),
-        ("transport", "mapped"),
         ("transport", "nvshmem"),
-        ("adaptive", {"enabled": False}),
-        ("adaptive", {"interval": 2}),
-        ("adaptive", {"cache_dir": "/tmp"}),
     ],
 )
-def test_fields_not_built_accept_their_defaults_only(key: str, value: object) -> None:
-    message = refusal({key: value})
-    assert NOT_BUILT[key][1] in message
-    assert load_config({key: DEFAULTS[key]}) == TileOverlapConfig()
+def test_what_only_the_cuda_backend_has(key: str, value: object) -> None:
+    """Refused as soon as it is known that the CPU backend will run."""
+    for backend in ("auto", "cuda"):
+        assert getattr(load_config({"backend": backend, key: value}), key) == value
+    message = refusal({"backend": "cpu", key: value})
+    assert f"{key}: got {json.dumps(value)}" in message
+    assert "the CPU backend has no such thing" in message
+    with pytest.raises(ConfigError, match="the CPU backend has no such thing"):
+        check_cpu_config(TileOverlapConfig(**{key: value}))
+    check_cpu_config(TileOverlapConfig(dispatch="fused", router="deepspeed", transport="mapped"))
+
+
+def test_adaptive_takes_its_fields() -> None:
+    adaptive = {"enabled": False, "interval": 3, "hysteresis": 0.1, "cache_dir": "/tmp"}
+    assert load_config({"adaptive": adaptive}).adaptive.model_dump() == adaptive
+    assert load_config({"adaptive": {"interval": 2}}).adaptive.hysteresis == 0.02
+    for bad in ({"interval": 0}, {"hysteresis": 1}, {"cache_dir": 3}):
+        assert f"tile_overlap.adaptive.{next(iter(bad))}: got" in refusal({"adaptive": bad})
 
 
 def test_bounds_by_backend() -> None:

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from ds_tilemoe.backends import cuda_abi
+from ds_tilemoe.backends import cuda_abi, cuda_functions
 from ds_tilemoe.errors import BuildError
 from ds_tilemoe.op_builder import base, toolkit
 from ds_tilemoe.op_builder.jit import find_compiler
@@ -27,6 +27,7 @@ ENUMS = (
     cuda_abi.Activation,
     cuda_abi.Mover,
     cuda_abi.Outcome,
+    cuda_abi.Transport,
     cuda_abi.Wait,
 )
 CONSTANTS = {
@@ -122,7 +123,7 @@ def test_iteration_stats_are_those_of_the_layers() -> None:
 
 def test_prototypes_name_functions_of_the_headers() -> None:
     text = "".join(path.read_text() for path in base.csrc_root().rglob("*.h"))
-    for name, (_, arguments) in cuda_abi.PROTOTYPES.items():
+    for name, (_, arguments) in cuda_functions.PROTOTYPES.items():
         declared = re.search(rf"\b{name}\(([^)]*)\);", text)
         assert declared is not None, name
         given = [part for part in declared[1].split(",") if part.strip()]

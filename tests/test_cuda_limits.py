@@ -24,23 +24,24 @@ SHAPE = LayerShape("moe", 64, 2, 4096, 1536, 4096, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize(
-    ("change", "ranks", "world", "reason"),
+    ("change", "ranks", "reason"),
     [
-        ({}, 4, 4, None),
-        ({}, 1, 4, None),
-        ({"dtype": torch.float16}, 4, 4, None),
-        ({"dtype": torch.float32}, 4, 4, "give float32; on CUDA only bfloat16 and float16"),
-        ({"hidden": 4100}, 4, 4, "hidden width is 4100.* multiple of 8"),
-        ({"ffn": 33}, 4, 4, "ffn width is 33"),
-        ({"out": 12}, 4, 4, "out width is 12"),
-        ({}, 2, 4, "group has 2 of 4 ranks"),
-        ({"num_experts": 146}, 73, 73, "at most 72"),
-        ({"num_experts": 2048}, 1, 1, "2048 experts on 1 ranks"),
-        ({"num_experts": 4096}, 16, 16, "4096 experts on 16 ranks.* 2764 in all"),
+        ({}, 4, None),
+        ({}, 1, None),
+        ({"dtype": torch.float16}, 4, None),
+        ({"dtype": torch.float32}, 4, "give float32; on CUDA only bfloat16 and float16"),
+        ({"hidden": 4100}, 4, "hidden width is 4100.* multiple of 8"),
+        ({"ffn": 33}, 4, "ffn width is 33"),
+        ({"out": 12}, 4, "out width is 12"),
+        ({"topk": 17}, 4, "chooses 17 experts; on CUDA at most 16"),
+        ({"num_experts": 146}, 73, "at most 72"),
+        ({"num_experts": 1024}, 1, None),
+        ({"num_experts": 1025}, 1, "1025 experts on 1 ranks; on CUDA at most 1024"),
+        ({"num_experts": 700}, 70, "700 experts on 70 ranks; on CUDA at most 647"),
     ],
 )
-def test_layers(change: dict[str, object], ranks: int, world: int, reason: str | None) -> None:
-    found = cuda_limits.layer_obstacle(dataclasses.replace(SHAPE, **change), ranks, world)
+def test_layers(change: dict[str, object], ranks: int, reason: str | None) -> None:
+    found = cuda_limits.layer_obstacle(dataclasses.replace(SHAPE, **change), ranks)
     if reason is None:
         assert found is None
     else:
@@ -48,10 +49,19 @@ def test_layers(change: dict[str, object], ranks: int, world: int, reason: str |
         assert re.search(reason, found), found
 
 
+def test_fused_dispatch_wants_weights_that_stay_and_one_activation() -> None:
+    cuts = [LocalExpert(mlp(8, 16), find_recipe(mlp(8, 16), 8))]
+    assert cuda_limits.fused_obstacle(cuts, torch.float32) is None
+    assert "autocast" in str(cuda_limits.fused_obstacle(cuts, torch.bfloat16))
+    relu = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    cuts.append(LocalExpert(relu, find_recipe(relu, 8)))
+    assert "not one GEMM" in str(cuda_limits.fused_obstacle(cuts, torch.float32))
+
+
 def test_planner_holds_what_the_limit_allows() -> None:
-    # plan_device.cuh: Shared, C and one row more, within 226 KiB of shared memory.
-    shared = 4 * (2 * 32 + 2 * 1025 + 1024 + 5 * 1024 + 2 * 1025 + 4)
-    assert shared + 4 * cuda_limits.MAX_COUNT_WORDS <= 232_448 - 1024
+    # plan_device.cuh: Shared, C and one row more; exchange.cu: the dynamic part of shared memory.
+    shared = 4 * (2 * 32 + 2 * 1025 + 1024 + 6 * 1024 + 2 * 1025 + 4)
+    assert shared + 4 * cuda_limits.MAX_COUNT_WORDS <= 232_448 - 2048
 
 
 @pytest.mark.parametrize(
@@ -62,6 +72,7 @@ def test_planner_holds_what_the_limit_allows() -> None:
         ({"tile_m": 16}, "tile_m: got 16; wanted 128 on CUDA, or auto"),
         ({"tile_n": 64}, "tile_n: got 64; wanted 128 or 256 on CUDA, or auto"),
         ({"max_consumer_ctas": 8}, "max_consumer_ctas: got 8; wanted at most 7"),
+        ({"num_dispatch_ctas": 8}, "num_dispatch_ctas: got 8; wanted at most 7"),
     ],
 )
 def test_settings(block: dict[str, int], fault: str | None) -> None:
@@ -100,6 +111,8 @@ def test_backend_of_another_device() -> None:
         ({"outcome": 4, "wait": 1, "peer": 2, "seen": 6}, "counts of rank 2 .*call 7, seen 6"),
         ({"outcome": 4, "wait": 2, "band": 5, "seen": 1, "wanted": 4}, "band 5 .* 1 of 4 tiles"),
         ({"outcome": 4, "wait": 3, "peer": 1, "seen": 0, "wanted": 9}, "rows of rank 1 .* 0 of 9"),
+        ({"outcome": 4, "wait": 4, "band": 6, "seen": 2, "wanted": 9}, "slot 6 .* 2 of 9 rows"),
+        ({"outcome": 6}, "raised an exception in the middle of call 7"),
         ({"outcome": 5, "seen": 900, "wanted": 800}, "plan of 900 rows .* hold 800"),
     ],
 )
@@ -138,11 +151,16 @@ def test_fronts_that_are_one_gemm(expert: nn.Module, activation: str | None) -> 
     gemm = cut.front_gemm
     if activation is None:
         assert gemm is None
+        assert cuda_limits.choose_dispatch([cut], torch.float32, "auto") == "nccl"
+        with pytest.raises(ConfigError, match="not one GEMM"):
+            cuda_limits.choose_dispatch([cut], torch.float32, "fused")
         return
     assert gemm is not None
     assert gemm.activation == activation
     act = {"gelu": nn.functional.gelu, "silu": nn.functional.silu, "relu": torch.relu}[activation]
     x = torch.randn(5, 8)
+    assert cuda_limits.choose_dispatch([cut, cut], torch.float32, "auto") == "fused"
+    assert cuda_limits.choose_dispatch([cut], torch.float32, "nccl") == "nccl"
     parts = [
         nn.functional.linear(x, weight, bias)
         for weight, bias in zip(gemm.weights, gemm.biases, strict=True)

@@ -39,7 +39,8 @@ NUMBER = '"tile_overlap": {"num_consumer_ctas": %s}'
         ('"tile-overlap": {}', 'rename it to "tile_overlap"'),
         ('"zero_optimization": {"tile_overlap": {}}', "at the top level"),
         ('"tile_overlap": {"backend": "gpu"}', "backend: got"),
-        ('"bf16": 1', "bf16"),
+        ('"bf16": 1', "bf16: got 1; wanted a block"),
+        ('"bf16": {"enabled": true}, "fp16": {"enabled": true}', "wanted one dtype"),
         ('"zero_optimization": {"stage": 1}', "optimizer"),
     ],
 )
@@ -57,6 +58,7 @@ def test_wrong_settings(tmp_path, block, words):
     [
         (["--deepspeed_config", "none.json"], "none.json"),
         (["--model-config", "none.json"], "cannot read model config none.json"),
+        (["--dtype", "float"], "invalid choice: 'float'"),
         (["--max-new-tokens", "-1"], "--max-new-tokens is -1; it must be 0 or more"),
         (["--max-new-tokens", "many"], "invalid int value: 'many'"),
         (["--trace", "/no/such/folder/t.json"], "no such folder"),

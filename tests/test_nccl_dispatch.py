@@ -1,13 +1,21 @@
-"""Counts, positions and layout rows of the dispatch, against the plan and the oracle."""
+"""Rows and layout rows of the dispatch by all_to_all, against the plan and the oracle."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ds_tilemoe import reference
-from ds_tilemoe.backends.nccl_dispatch import Places, dispatch, find_places, layout_rows
+from ds_tilemoe.backends.nccl_dispatch import (
+    Counts,
+    await_counts,
+    dispatch,
+    layout_rows,
+    run_fronts,
+)
 from ds_tilemoe.combine_plan import build_plan
 from ds_tilemoe.plan_abi import Layout, PlanParams
 from ds_tilemoe.testing import RankContext, case, rank_tests, tagged_rows
@@ -18,23 +26,6 @@ def random_ids(tokens: int, topk: int, experts: int, seed: int) -> torch.Tensor:
     ids = torch.rand(tokens, experts, generator=generator).topk(topk, dim=1)[1].int()
     ids[torch.rand(tokens, topk, generator=generator) < 0.2] = -1
     return ids.contiguous()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "topk", "experts"), [(37, 2, 8), (5, 4, 4), (0, 2, 3), (9, 1, 60)]
-)
-def test_places(tokens: int, topk: int, experts: int) -> None:
-    ids = random_ids(tokens, topk, experts, seed=tokens)
-    places = find_places(ids, experts)
-    assert places.counts.dtype == places.positions.dtype == torch.int32
-    assert torch.equal(places.counts.long(), reference.counts(ids, experts))
-    kept = ids >= 0
-    assert torch.equal(places.positions[kept].long(), reference.places_in_runs(ids)[kept])
-    flat = ids.flatten()[places.order]
-    count = int(kept.sum())
-    assert (flat[count:] == -1).all()
-    routes = list(zip(flat[:count].tolist(), places.order[:count].tolist(), strict=True))
-    assert routes == sorted(routes)
 
 
 def params_of(rank: int, world: int, local: int, layout: Layout) -> PlanParams:
@@ -71,13 +62,17 @@ def rows_lie_where_the_plan_says(ctx: RankContext, topk: int, layout: str) -> No
     counts = np.stack([reference.counts(e, experts).numpy() for e in everyone])
     plan = build_plan(params_of(ctx.rank, ctx.world, local, Layout[layout.upper()]), counts)
     rows = torch.full((plan.sizes.rows, hidden), float("nan"))
-    places: Places = find_places(ids, experts)
+    order = torch.where(ids < 0, experts, ids).flatten().sort(stable=True).indices
+    on_device = torch.from_numpy(counts).int()
+    exchanged = await_counts(
+        on_device, torch.empty_like(on_device), torch.from_numpy(plan.expert_row)
+    )
+    assert (exchanged.on_host == counts).all()
+    assert exchanged.first_rows == plan.expert_row.tolist()
     dispatch(
         x,
-        places,
-        topk,
-        counts,
-        torch.from_numpy(counts).int(),
+        (order // topk).int(),
+        exchanged,
         torch.from_numpy(plan.run_row),
         ctx.rank,
         torch.distributed.group.WORLD,
@@ -93,6 +88,38 @@ def rows_lie_where_the_plan_says(ctx: RankContext, topk: int, layout: str) -> No
                 one = tagged_rows(0, source, torch.tensor(token), torch.tensor(0), hidden)
                 want[row] = one
     assert torch.equal(rows.nan_to_num(-1.0), want.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_fronts_read_their_own_rows(layout: Layout) -> None:
+    """Pad rows behind an expert are left out; an expert without rows does not run."""
+    counts = np.array([[3, 0, 5], [0, 0, 2]])
+    params = PlanParams(2, 0, 3, 16, layout, 1, -1, 4)
+    plan = build_plan(params, np.concatenate([counts, 0 * counts], axis=1))
+    rows = torch.arange(float(plan.sizes.rows))[:, None].clone()
+    hidden = torch.full((plan.sizes.rows, 1), -1.0)
+
+    class Scaled:
+        def __init__(self, factor: int) -> None:
+            self.factor = factor
+
+        def front(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.numel()
+            assert self.factor != 2
+            return self.factor * x
+
+    exchanged = Counts(
+        np.concatenate([counts, 0 * counts], axis=1),
+        torch.empty(0),
+        plan.expert_row.tolist(),
+    )
+    experts: list[Any] = [Scaled(1), Scaled(2), Scaled(3)]
+    run_fronts(experts, exchanged, 0, layout, rows, hidden)
+    for e, factor in ((0, 1), (2, 3)):
+        for owner in range(2):
+            for i in range(counts[owner, e]):
+                row = int(plan.run_row[e, owner]) + i
+                assert hidden[row] == factor * row
 
 
 test_ranks = rank_tests(__file__, world=3, timeout_s=60)

@@ -67,8 +67,13 @@ def test_imports_are_dependencies() -> None:
     """What stands in an extra alone is imported where it is asked for, and nowhere else."""
     named = re.compile(r"[\w-]+")
     dependencies = {named.match(entry)[0] for entry in PROJECT["project"]["dependencies"]}
-    own = {"ds_tilemoe", "demo", *(path.stem for path in REPO.glob("launch/*.py"))}
-    extras = {"pytest": ["testing.py"], "nvshmem": ["transport.py"], "cuda": ["transport.py"]}
+    own = {"ds_tilemoe", "demo", "benches", *(path.stem for path in REPO.glob("launch/*.py"))}
+    extras = {
+        "pytest": ["testing.py"],
+        "nvshmem": ["transport.py"],
+        "cuda": ["transport.py"],
+        "matplotlib": ["contention_plot.py"],
+    }
     for path in [*REPO.glob("ds_tilemoe/**/*.py"), *REPO.glob("launch/**/*.py")]:
         text = path.read_text()
         found = set(re.findall(r"^ *(?:import|from) (\w+)[\w.]*(?: import| as|$)", text, re.M))

@@ -21,6 +21,9 @@ MIRRORS = {
     "Band": plan_abi.BAND_DTYPE,
     "Segment": plan_abi.SEGMENT_DTYPE,
     "Chunk": plan_abi.CHUNK_DTYPE,
+    "IterationStats": plan_abi.ITERATION_DTYPE,
+    "LayerTimes": plan_abi.TIMES_DTYPE,
+    "CallRecord": plan_abi.CALL_RECORD_DTYPE,
 }
 
 
@@ -37,6 +40,7 @@ def compiled(tmp_path_factory) -> dict[str, int]:
             lines.append(f'show("{struct}.{field} bytes", sizeof({struct}::{field}));')
     for layout in Layout:
         lines.append(f'show("{layout.name}", static_cast<size_t>(Layout::{layout.name.lower()}));')
+    lines.append('show("kCallRecords", kCallRecords);')
     for field in dataclasses.fields(CombinePlan)[2:]:
         # An array that PlanView does not have would not compile.
         lines.append(f'show("view {field.name}", sizeof(*PlanView::{field.name}));')
@@ -72,6 +76,12 @@ def test_struct(compiled, struct):
 
 def test_layout_values(compiled):
     assert [compiled[layout.name] for layout in Layout] == [int(layout) for layout in Layout]
+
+
+def test_ring_of_call_records(compiled):
+    assert compiled["kCallRecords"] == plan_abi.CALL_RECORDS
+    names = plan_abi.CALL_RECORD_DTYPE.names
+    assert names[-1] == "epoch", "written last: it says that the record is whole"
 
 
 @pytest.mark.parametrize(

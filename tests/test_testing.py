@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_tilemoe import testing
+from ds_tilemoe import testing, testing_launch
 from ds_tilemoe.testing import (
     RanksError,
     cases_of,
@@ -90,10 +90,10 @@ def test_a_hang_ends_with_stacks_and_output(tmp_path: Path) -> None:
     )
     began = time.monotonic()
     with pytest.raises(RanksError) as caught:
-        run_ranks(source, 2, timeout_s=8, env={"MINE": "yes"}, args=["argument"])
-    assert time.monotonic() - began < 30
+        run_ranks(source, 2, timeout_s=16, env={"MINE": "yes"}, args=["argument"])
+    assert time.monotonic() - began < 40
     message = str(caught.value)
-    assert "ranks [1] still ran after 8 s" in message
+    assert "ranks [1] still ran after 16 s" in message
     assert "rank 0 yes argument" in message
     assert "in asleep" in message
     assert [result.returncode for result in caught.value.results] == [0, -9]
@@ -102,7 +102,7 @@ def test_a_hang_ends_with_stacks_and_output(tmp_path: Path) -> None:
 def test_a_dead_rank_takes_the_others_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(testing, "GRACE_S", 1.0)
+    monkeypatch.setattr(testing_launch, "GRACE_S", 1.0)
     source = write(
         tmp_path / "dies.py",
         "import os, subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
@@ -115,10 +115,36 @@ def test_a_dead_rank_takes_the_others_along(
         assert not _runs(int(result.stdout)), "a child of a rank lives on"
 
 
+def test_a_case_over_its_limit_is_told_with_stacks(tmp_path: Path) -> None:
+    """Which case each rank is in, what it has done, and where it stands."""
+    source = write(
+        tmp_path / "one_hangs.py",
+        "import time, torch, torch.distributed as dist\nfrom ds_tilemoe.testing import case\n"
+        "def waits_for_nobody():\n    time.sleep(600)\n"
+        "@case\ndef ends(ctx):\n    pass\n"
+        "@case\ndef hangs(ctx):\n    waits_for_nobody() if ctx.rank else None\n"
+        "@case\ndef never(ctx):\n    pass\n",
+    )
+    test = rank_tests(source, world=2, timeout_s=60, case_timeout_s=3)
+    began = time.monotonic()
+    test("ends")
+    with pytest.raises(RanksError) as caught:
+        test("hangs")
+    assert time.monotonic() - began < 45
+    first, second = str(caught.value).split("--- rank 1, exit 1")
+    assert "[done] ends ok 0.0 s, hangs ok" in first
+    assert "[doing] behind hangs, waiting for its peers for" in first
+    assert "[done] ends ok" in second
+    assert "[doing] in hangs for" in second
+    assert "in waits_for_nobody" in second
+    with pytest.raises(RanksError, match="not run by all ranks; why: see the test of hangs"):
+        test("never")
+
+
 @pytest.mark.parametrize(
     ("ending", "told"),
     [
-        ("lambda: time.sleep(600)", r"ranks \[1\] still ran after 12 s"),
+        ("lambda: time.sleep(600)", r"ranks \[1\] still ran after 20 s"),
         (
             "lambda: os._exit(3)",
             r"ranks \[1\] did not end well after their cases\n--- rank 1, exit 3",
@@ -133,7 +159,7 @@ def test_a_bad_end_fails_the_last_case(tmp_path: Path, ending: str, told: str) -
         f"if os.environ.get('RANK') == '1':\n    atexit.register({ending})\n"
         "@case\ndef first(ctx):\n    pass\n@case\ndef last(ctx):\n    pass\n",
     )
-    test = rank_tests(source, world=2, timeout_s=12)
+    test = rank_tests(source, world=2, timeout_s=20)
     test("first")
     with pytest.raises(RanksError, match=told):
         test("last")
@@ -144,7 +170,7 @@ def test_a_line_cut_off_is_a_case_not_run(tmp_path: Path) -> None:
         write(tmp_path / name, "")
     whole = '{"name": "a", "ok": true, "error": "", "seconds": 1.0, "value": null}\n'
     write(tmp_path / "0.jsonl", whole + whole[:30])
-    result = testing._result(tmp_path, 0, -9)
+    result = testing_launch._result(tmp_path, 0, -9)
     assert [entry.name for entry in result.cases] == ["a"]
     check_case([result], "a")
     with pytest.raises(RanksError, match="rank 0 has not run b\n--- rank 0, exit -9"):

@@ -27,9 +27,12 @@ enum class Outcome : int32_t {
   capacity = 3,        // `peer` has `seen` tokens, the heap was made for `wanted`; stays usable
   deadline = 4,        // `rank` waited in vain; the group's heap is failed
   plan_overflow = 5,   // rank's plan arrays are too short for C; the group's heap is failed
+  host_failure = 6,    // `rank`'s host failed between two launches of a call; the heap is failed
 };
 
-enum class Wait : int32_t { none = 0, counts = 1, band = 2, arrivals = 3 };
+// What a passed deadline waited for; dispatch: rows of a slot in front of GEMM 1, `band` its
+// number.
+enum class Wait : int32_t { none = 0, counts = 1, band = 2, arrivals = 3, dispatch = 4 };
 
 struct ErrorRecord {
   Outcome outcome;
@@ -55,15 +58,17 @@ struct CountRow {
   uint64_t ready;  // the epoch
   uint64_t layer;  // fingerprint: ranks must run the same one
   int64_t tokens;
-  int32_t status;  // 0, or 1: this rank has no routing
+  int32_t status;  // 0; 1: this rank has no routing; 2: for its layer has changed
   int32_t unused;
 };
 static_assert(sizeof(CountRow) == 32);
 
 struct BlockShape {
   int32_t world;
-  int32_t max_experts;  // E of the layer with most
-  int64_t recv_bytes;   // room for the rows that come back to a rank
+  int32_t max_experts;     // E of the layer with most
+  int32_t max_slots;       // tile_m-row slots of the longest layout: rows / tile_m
+  int64_t recv_bytes;      // room for the rows that come back to a rank
+  int64_t dispatch_bytes;  // room for the layout's rows in front of GEMM 1
 };
 
 // Byte offsets inside a block.
@@ -71,7 +76,10 @@ struct BlockOffsets {
   int64_t counts;
   int64_t count_row_bytes;
   int64_t arrivals;
+  int64_t slot_rows;  // [2 halves][slot] uint32: rows that dispatch has brought into each slot
+  int64_t slot_half_bytes;
   int64_t recv;
+  int64_t dispatch;
   int64_t block_bytes;
 };
 
@@ -85,25 +93,35 @@ inline BlockOffsets block_offsets(const BlockShape& shape) {
   o.count_row_bytes =
       round_up(sizeof(CountRow) + shape.max_experts * int64_t{sizeof(int32_t)}, kLineBytes);
   o.arrivals = o.counts + kCountHalves * shape.world * o.count_row_bytes;
-  o.recv = o.arrivals + 2 * shape.world * kLineBytes;
-  o.block_bytes = round_up(o.recv + shape.recv_bytes, 4096);
+  o.slot_rows = o.arrivals + 2 * shape.world * kLineBytes;
+  o.slot_half_bytes = round_up(shape.max_slots * int64_t{sizeof(uint32_t)}, kLineBytes);
+  o.recv = o.slot_rows + 2 * o.slot_half_bytes;
+  // TMA wants its operand at a multiple of 16 bytes; a page keeps the rows' lines whole.
+  o.dispatch = round_up(o.recv + shape.recv_bytes, 4096);
+  o.block_bytes = round_up(o.dispatch + shape.dispatch_bytes, 4096);
   return o;
 }
 
 // Counters and times of one epoch; band flags follow. Words that many CTAs add to have a line each.
 struct Half {
-  alignas(128) uint32_t front_claim;  // tiles of GEMM 1
-  alignas(128) uint32_t tile_claim;   // tiles of GEMM 2
+  alignas(128) uint32_t front_claim;      // tiles of GEMM 1
+  alignas(128) uint32_t dispatch_ticket;  // CTAs of GEMM 1 in the order of their start
+  alignas(128) uint32_t dispatch_claim;   // pieces of rows for peers
+  alignas(128) uint32_t gather_claim;     // pieces of rows for this rank itself
+  alignas(128) uint32_t tile_claim;       // tiles of GEMM 2
   alignas(128) uint32_t chunk_claim;
   alignas(128) uint32_t chunks_shipped;
   alignas(128) uint32_t tiles_flagged;
   uint32_t chunks_drained;
   uint32_t backlog;  // at producer end
   uint64_t idle_spins;
+  uint64_t front_start_ns;
+  uint64_t front_end_ns;
   uint64_t start_ns;
   uint64_t end_ns;
   uint64_t first_ready_ns;
   uint64_t last_put_ns;
+  alignas(128) uint32_t scale_finished;  // CTAs of scale; from bit 16 on, those without their rows
 };
 
 // What the planner tells the kernels behind it, in front of the two halves. Zeroed once, when made.
@@ -113,6 +131,14 @@ struct State {
   int32_t bands;  // 0 where the call failed, whatever the plan says
   int32_t chunks;
   int32_t segments;
+  int32_t consumer_ctas;  // asked for in this call; see ExchangeParams
+  uint64_t layer;
+  int64_t tokens;
+  int64_t rows;              // valid rows of the layout
+  int64_t remote_rows;       // of them, owed to other ranks
+  uint64_t router_start_ns;  // written by the router before the call's exchange; 0 = none ran
+  uint64_t exchange_start_ns;
+  uint64_t exchange_end_ns;
 };
 static_assert(sizeof(State) <= kLineBytes);
 

@@ -113,6 +113,31 @@ __device__ __forceinline__ uint64_t read_system(const uint64_t* word) {
   return value;
 }
 
+// ---- Rows of a slot: rows that dispatch has brought into tile_m rows of a rank's layout.
+// Writer: lanes of any warp of any rank's GEMM 1 that has copied rows there, once a piece.
+// Reader: the loader of the owner's GEMM 1, one thread, before it loads a band that lies there.
+// Scope:  sys, also for the owner's own rows: additions that a reader joins have one scope.
+// Order:  the warp's plain stores -> __syncwarp, or lane 0's bulk stores -> wait_group (not
+//         `.read`) -> fence.acq_rel.sys (cumulative) -> red.relaxed.sys by the same lane.
+//         Reader: ld.acquire.sys -> fence.proxy.async -> TMA, which reads in another proxy than
+//         the one that wrote.
+__device__ __forceinline__ void add_slot_rows(uint32_t* word, uint32_t rows) {
+  fence_system();
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(rows) : "memory");
+}
+__device__ __forceinline__ uint32_t read_slot_rows(const uint32_t* word) {
+  uint32_t value;
+  if constexpr (kFault == Fault::no_acquire) {
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  } else {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  }
+  return value;
+}
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // ---- Ready word of a count row: the 64-bit epoch, waited for by equality.
 // Writer: one thread of the source rank's exchange, after a CTA barrier behind the row's stores.
 // Reader: one thread of the block owner's exchange (read_system), then a CTA barrier.
@@ -183,6 +208,18 @@ __device__ __forceinline__ uint64_t now_ns() {
 // Latest of the times that the CTAs of a kernel record. Read after the kernel has ended.
 __device__ __forceinline__ void record_latest(uint64_t* word, uint64_t time_ns) {
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(word), "l"(time_ns) : "memory");
+}
+
+// ---- Epoch of a call record, in page-locked host memory. Scope: sys.
+// Writer: scale. CTA 0 takes the slot back (0) and writes the record while the others sum; the CTA
+//         that finishes last writes the epoch. Reader: the host, which reads the epoch before and
+//         after the record.
+// Order:  0 -> fence.acq_rel.sys -> record (volatile stores) -> fence.acq_rel.sys -> scale's count
+//         of finished CTAs -> fence.acq_rel.sys -> epoch (publish_ready). A host that has read a
+//         word of the new record finds 0 or the new epoch behind it, never the old one, so a torn
+//         record does not pass.
+__device__ __forceinline__ void take_back(uint64_t* word) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], 0;" ::"l"(word) : "memory");
 }
 
 }  // namespace tilemoe

@@ -28,6 +28,14 @@ __device__ __forceinline__ uint64_t* arrival_word(const RankView& view, int32_t 
                                      line * kLineBytes);
 }
 
+// Rows that have come into each slot of the layout of `rank`.
+__device__ __forceinline__ uint32_t* slot_rows_of(const RankView& view, int32_t rank,
+                                                  uint64_t epoch) {
+  return reinterpret_cast<uint32_t*>(view.blocks[rank] + view.offsets.slot_rows +
+                                     static_cast<int64_t>(epoch % 2) *
+                                         view.offsets.slot_half_bytes);
+}
+
 __device__ __forceinline__ bool group_failed(const RankView& view) {
   return read_failure(&failure_of(view, view.rank).code);
 }

@@ -1,47 +1,83 @@
 #include "../planner/exchange.h"
+#include "../transport/transport.h"
 #include "combine.h"
+#include "fail.h"
+
+// The transport is linked on its own, as relocatable code against a library of its own. Weak: a
+// program without it (tests/gpu) has no puts and needs nothing of it.
+extern "C" {
+__attribute__((weak)) cudaError_t tilemoe_put_consumer_load();
+__attribute__((weak)) cudaError_t tilemoe_put_consumer_launch(const tilemoe::ShipParams* params,
+                                                              const int32_t* pes, int32_t ctas,
+                                                              int32_t last, cudaStream_t stream);
+}
 
 cudaError_t tilemoe_load() {
-  for (const auto load : {tilemoe_exchange_load, tilemoe_plan_load, tilemoe_producer_load,
-                          tilemoe_consumer_load, tilemoe_scale_load}) {
-    const cudaError_t error = load();
+  for (const auto load :
+       {tilemoe_exchange_load, tilemoe_plan_load, tilemoe_producer_load, tilemoe_consumer_load,
+        tilemoe_put_consumer_load, tilemoe_scale_load, tilemoe_fail_load}) {
+    const cudaError_t error = load == nullptr ? cudaSuccess : load();
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t tilemoe_combine_launch(const tilemoe::CombineParams* params, cudaStream_t stream) {
-  using tilemoe::Mover;
+namespace {
+
+using tilemoe::CombineParams;
+using tilemoe::Mover;
+using tilemoe::Transport;
+
+cudaError_t refuse(const CombineParams* params) {
   if (params == nullptr || params->num_consumer_ctas < 0 || params->sms < 1 ||
       (params->mover == Mover::sm && params->num_consumer_ctas >= params->sms) ||
-      (params->mover == Mover::sequential && params->num_consumer_ctas < 1)) {
+      (params->mover == Mover::sequential && params->num_consumer_ctas < 1) ||
+      (params->device_split != 0 && params->mover != Mover::sm) ||
+      (params->transport == Transport::put && params->pes == nullptr)) {
     return cudaErrorInvalidValue;
   }
-  tilemoe::ProducerParams producer = params->producer;
-  producer.drain = params->mover == Mover::sequential ? 0 : 1;
+  if (params->transport == Transport::put && tilemoe_put_consumer_launch == nullptr) {
+    return cudaErrorNotSupported;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t tilemoe_combine_launch(const CombineParams* params, cudaStream_t stream) {
+  cudaError_t error = refuse(params);
+  if (error != cudaSuccess) return error;
+  const auto good = [&error](cudaError_t result) { return (error = result) == cudaSuccess; };
+  const bool put = params->transport == Transport::put;
+  const bool sequential = params->mover == Mover::sequential;
   const int32_t ctas = params->num_consumer_ctas;
   const bool beside = params->mover == Mover::sm && ctas > 0;
   const cudaStream_t side = params->consumer_stream;
-  cudaError_t error = cudaSuccess;
-  const auto good = [&error](cudaError_t result) { return (error = result) == cudaSuccess; };
+  tilemoe::ProducerParams producer = params->producer;
+  producer.drain = sequential || put ? 0 : 1;  // a GEMM kernel may not call the transport
+  producer.ship.device_split = beside ? params->device_split : 0;
+  const auto ship = [&](int32_t grid, bool last, cudaStream_t where) {
+    return put ? tilemoe_put_consumer_launch(&producer.ship, params->pes, grid, last, where)
+               : tilemoe_consumer_launch(&producer.ship, grid, where);
+  };
+
   if (beside && !(good(cudaEventRecord(params->begin, stream)) &&
                   good(cudaStreamWaitEvent(side, params->begin, 0)))) {
     return error;
   }
   // The producer first: it never waits for the consumer. Where kernels are serialised its drain
   // ships everything and the consumer finds nothing left.
+  const bool fixed = beside && params->device_split == 0;
   if (!good(tilemoe_producer_launch(&producer, params->kind,
-                                    beside ? params->sms - ctas : params->sms, stream))) {
+                                    fixed ? params->sms - ctas : params->sms, stream))) {
     return error;
   }
-  if (beside && !(good(tilemoe_consumer_launch(&producer.ship, ctas, side)) &&
-                  good(cudaEventRecord(params->end, side)))) {
+  if (beside && !(good(ship(ctas, false, side)) && good(cudaEventRecord(params->end, side)))) {
     return error;
   }
-  if (params->mover == Mover::sequential &&
-      !good(tilemoe_consumer_launch(&producer.ship, ctas, stream))) {
-    return error;
-  }
+  if (sequential && !good(ship(ctas, false, stream))) return error;
+  // In the drain's place: whatever the consumer beside the producer has not claimed.
+  if (put && !sequential && !good(ship(params->sms, true, stream))) return error;
   // Scale needs this rank's GEMM 2 and its peers' rows, not this rank's consumer.
   if (!good(tilemoe_scale_launch(&params->scale, stream))) return error;
   if (beside) good(cudaStreamWaitEvent(stream, params->end, 0));

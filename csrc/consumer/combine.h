@@ -12,6 +12,9 @@ enum class Mover : int32_t {
   sequential = 2,  // for measuring: producer without drain, and when it has ended the consumer
 };
 
+// How rows reach their owners: plain stores to its mapped memory, or the transport's puts.
+enum class Transport : int32_t { mapped = 0, put = 1 };
+
 // The count exchange of the call is in `stream` already, and producer.ship and the counters
 // (tilemoe_set_counters) are filled in; producer.drain is set here.
 struct CombineParams {
@@ -21,9 +24,12 @@ struct CombineParams {
   Mover mover;
   int32_t num_consumer_ctas;     // 0 to sms - 1 (sequential: 1 to sms)
   int32_t sms;                   // of the device
+  Transport transport;           // put: the consumer of csrc/transport ships; the drain does not
+  int32_t device_split;          // 1: num_consumer_ctas is the most; State::consumer_ctas decides
   cudaStream_t consumer_stream;  // of higher priority than the call's stream
   cudaEvent_t begin;             // both made with cudaEventDisableTiming
   cudaEvent_t end;
+  const int32_t* pes;  // device, [W]: the transport's number of each rank; read for put only
 };
 
 }  // namespace tilemoe

@@ -10,6 +10,7 @@ constexpr int kSharedBytes = 120 * 1024;  // more than half of an SM's: two CTAs
 __global__ void __launch_bounds__(kThreads, 1)
     consumer_kernel(const __grid_constant__ ShipParams params) {
   __shared__ Shared shared;
+  if (not_in_split(params)) return;
   if (threadIdx.x == 0) init(shared, kThreads / 32 - 1);
   __syncthreads();
   ship(params, shared, kThreads / 32 - 1, false);

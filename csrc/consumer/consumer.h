@@ -18,6 +18,10 @@ struct ShipParams {
   const void* rows;   // GEMM 2 output [layout rows, row_bytes]
   int64_t row_bytes;  // a multiple of 16
   int32_t n_tiles;    // target of a band's flag
+  // 1: of a consumer kernel's CTAs only the first State::consumer_ctas work, and a producer of the
+  // whole grid leaves as many SMs to them, so that the split of a captured graph can change. Set by
+  // tilemoe_combine_launch.
+  int32_t device_split;
 };
 
 }  // namespace tilemoe

@@ -38,6 +38,11 @@ __device__ inline void init(Shared& shared, int copy_warps) {
   for (uint32_t& rows : shared.rows) rows = 0;
 }
 
+// Of a CTA of a consumer kernel: it is one too many in this call.
+__device__ __forceinline__ bool not_in_split(const ShipParams& p) {
+  return p.device_split != 0 && static_cast<int32_t>(blockIdx.x) >= state_of(p.view).consumer_ctas;
+}
+
 // One lane's chunk of a window.
 struct Place {
   Work work;
@@ -131,6 +136,16 @@ __device__ inline uint32_t hand_over(const ShipParams& p, Shared& shared, Half& 
   return handed;
 }
 
+// The lane that gives the slot back is the only one that reads it, or racecheck sees a race.
+__device__ __forceinline__ Work read_slot(const Work& slot, int lane) {
+  Work work{};
+  if (lane == 0) work = slot;
+  const auto from = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(work.from), 0);
+  const auto to = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(work.to), 0);
+  return {reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to),
+          __shfl_sync(0xffffffffu, work.vectors, 0)};
+}
+
 // The other warps. The units of a chunk (512 bytes) go round over the warps and on from chunk to
 // chunk, so that no warp has more to do than another.
 __device__ inline void copy_chunks(const ShipParams& p, Shared& shared, int copy_warps) {
@@ -139,7 +154,7 @@ __device__ inline void copy_chunks(const ShipParams& p, Shared& shared, int copy
   Turn<kSlots> turn;
   while (true) {
     barrier_wait(shared.full[turn.slot], turn.parity);
-    const Work work = shared.work[turn.slot];
+    const Work work = read_slot(shared.work[turn.slot], lane);
     if (work.vectors < 0) return;
     __builtin_assume(__isGlobal(work.from));  // the compiler cannot see it through shared memory
     __builtin_assume(__isGlobal(work.to));

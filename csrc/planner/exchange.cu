@@ -5,7 +5,7 @@
 namespace tilemoe::exchange {
 namespace {
 
-constexpr size_t kSharedLimit = 232448;
+constexpr size_t kDynamicLimit = 232448 - 2048;  // of shared memory; the rest is static
 constexpr int kThreads = plan::kThreads;
 
 __device__ __forceinline__ CountRow& count_row(const RankView& view, int32_t block, uint64_t epoch,
@@ -24,18 +24,28 @@ __device__ void zero_half(const ExchangeParams& p, uint64_t epoch) {
   auto* const words = reinterpret_cast<uint32_t*>(half_of(p.view, epoch));
   const int32_t flags = static_cast<int32_t>(sizeof(Half) / 4) + p.plan.capacity.bands;
   for (int32_t i = threadIdx.x; i < flags; i += kThreads) words[i] = 0;
+  auto* const slots = reinterpret_cast<uint4*>(slot_rows_of(p.view, p.view.rank, epoch));
+  const int32_t vectors = static_cast<int32_t>(p.view.offsets.slot_half_bytes / sizeof(uint4));
+  for (int32_t i = threadIdx.x; i < vectors; i += kThreads) slots[i] = {0, 0, 0, 0};
   for (int32_t s = threadIdx.x; s < p.view.world; s += kThreads) {
     *arrival_word(p.view, p.view.rank, epoch, s) = 0;
   }
 }
 
-__device__ void send_counts(const ExchangeParams& p, uint64_t epoch, int32_t experts) {
+__device__ __forceinline__ int32_t own_count(const ExchangeParams& p, int32_t experts,
+                                             int32_t expert) {
+  return p.status == 0 && expert < experts ? p.own_counts[expert] : 0;
+}
+
+// `first`: own_count of the expert that has this thread's number.
+__device__ void send_counts(const ExchangeParams& p, uint64_t epoch, int32_t experts,
+                            int32_t first) {
   const RankView& view = p.view;
-  for (int32_t i = threadIdx.x; i < view.world * experts; i += kThreads) {
-    const int32_t peer = i / experts;
-    const int32_t expert = i - peer * experts;
-    counts_of(count_row(view, peer, epoch, view.rank))[expert] =
-        p.status == 0 ? p.own_counts[expert] : 0;
+  for (int32_t expert = threadIdx.x; expert < experts; expert += kThreads) {
+    const int32_t count = expert < kThreads ? first : own_count(p, experts, expert);
+    for (int32_t peer = 0; peer < view.world; ++peer) {
+      counts_of(count_row(view, peer, epoch, view.rank))[expert] = count;
+    }
   }
   for (int32_t peer = threadIdx.x; peer < view.world; peer += kThreads) {
     CountRow& row = count_row(view, peer, epoch, view.rank);
@@ -50,65 +60,78 @@ __device__ void send_counts(const ExchangeParams& p, uint64_t epoch, int32_t exp
   }
 }
 
-__device__ bool await_counts(const ExchangeParams& p, uint64_t epoch) {
+// What the ranks said, for one thread to judge without going to memory row by row.
+struct Said {
+  uint64_t layer[kMaxWorld];
+  int64_t tokens[kMaxWorld];
+  int32_t status[kMaxWorld];
+};
+
+__device__ bool await_counts(const ExchangeParams& p, uint64_t epoch, Said& said) {
   const RankView& view = p.view;
   bool good = true;
   random_delay(view);
   for (int32_t s = threadIdx.x; s < view.world; s += kThreads) {
-    const uint64_t* const ready = &count_row(view, view.rank, epoch, s).ready;
+    const CountRow& row = count_row(view, view.rank, epoch, s);
     uint64_t polls = 0;
     good = good && wait_equal(view, p.group_timeout_ns, epoch, Wait::counts, s, -1, epoch, &polls,
-                              [&] { return read_system(ready); });
+                              [&] { return read_system(&row.ready); });
+    said.layer[s] = row.layer;
+    said.tokens[s] = row.tokens;
+    said.status[s] = row.status;
   }
   return __syncthreads_and(good);
 }
 
 // Every rank judges the same rows in the same order, so every rank finds the same. One thread.
-__device__ ErrorRecord judge(const ExchangeParams& p, uint64_t epoch) {
+__device__ ErrorRecord judge(const ExchangeParams& p, uint64_t epoch, const Said& said) {
   const RankView& view = p.view;
-  const auto row = [&](int32_t s) -> const CountRow& {
-    return count_row(view, view.rank, epoch, s);
-  };
   ErrorRecord error{Outcome::ok, Wait::none, view.rank, -1, -1, 0, 0, epoch};
-  for (int32_t s = 0; s < view.world; ++s) {
-    if (row(s).status == 0) continue;
+  for (int32_t s = view.world - 1; s >= 0; --s) {
+    if (said.status[s] == 0) continue;
     error.outcome = Outcome::rank_failure;
     error.peer = s;
-    return error;
+    error.seen += said.status[s] == 2 ? 1 : 0;
+    error.wanted = view.world;
   }
+  if (error.outcome != Outcome::ok) return error;
   for (int32_t s = 1; s < view.world; ++s) {
-    if (row(s).layer == row(0).layer) continue;
+    if (said.layer[s] == said.layer[0]) continue;
     error.outcome = Outcome::layer_mismatch;
     error.peer = s;
-    error.seen = row(s).layer;
-    error.wanted = row(0).layer;
+    error.seen = said.layer[s];
+    error.wanted = said.layer[0];
     return error;
   }
   for (int32_t s = 0; s < view.world; ++s) {
-    if (row(s).tokens <= p.max_tokens) continue;
+    if (said.tokens[s] <= p.max_tokens) continue;
     error.outcome = Outcome::capacity;
     error.peer = s;
-    error.seen = row(s).tokens;
+    error.seen = said.tokens[s];
     error.wanted = p.max_tokens;
     return error;
   }
   return error;
 }
 
-__device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t experts) {
+// Leaves C in shared memory, for the planner, and in p.counts.
+__device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t experts,
+                         int32_t* counts) {
   const RankView& view = p.view;
   State& state = state_of(view);
+  __shared__ Said said;
   __shared__ Outcome outcome;
+  const int32_t first = own_count(p, experts, threadIdx.x);  // under way meanwhile
   zero_half(p, epoch);
   bool good = !__syncthreads_or(threadIdx.x == 0 && group_failed(view));
   if (good) {
-    send_counts(p, epoch, experts);
-    good = await_counts(p, epoch);
+    send_counts(p, epoch, experts, first);
+    good = await_counts(p, epoch, said);
   }
   if (threadIdx.x == 0) {
     ErrorRecord error{};
     if (good) {
-      error = judge(p, epoch);
+      error = judge(p, epoch, said);
     } else {
       error = failure_of(view, view.rank).record;
     }
@@ -120,8 +143,9 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t expert
   const bool use = outcome == Outcome::ok;
   for (int32_t i = threadIdx.x; i < view.world * experts; i += kThreads) {
     const int32_t source = i / experts;
-    p.counts[i] =
+    counts[i] =
         use ? counts_of(count_row(view, view.rank, epoch, source))[i - source * experts] : 0;
+    p.counts[i] = counts[i];
   }
   __syncthreads();
 }
@@ -129,19 +153,33 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t expert
 __global__ void __launch_bounds__(kThreads, 1)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<plan::Shared*>(shared_bytes);
   State& state = state_of(p.view);
   const uint64_t epoch = state.epoch + 1;
-  __syncthreads();  // all have read it
-  const int32_t experts = p.view.world * p.plan.params.local_experts;
-  exchange(p, epoch, experts);
-  plan::Planner(p.plan, *reinterpret_cast<plan::Shared*>(shared_bytes)).make();
+  int32_t consumer_ctas = p.consumer_ctas;
+  if (threadIdx.x == 0) {
+    state.exchange_start_ns = now_ns();
+    // Under way to the host's memory until the plan is made.
+    if (p.wanted_ctas != nullptr)
+      consumer_ctas = *static_cast<const volatile int32_t*>(p.wanted_ctas);
+  }
+  __syncthreads();  // all have read the epoch
+  exchange(p, epoch, p.view.world * p.plan.params.local_experts, shared.counts);
+  plan::Planner planner(p.plan, shared);
+  planner.make();
   if (threadIdx.x != 0) return;
-  state.epoch = epoch;
-  const PlanSizes sizes = *p.plan.sizes;
+  const PlanSizes sizes = planner.sizes();
   const bool fits = *p.plan.overflow == 0;
+  state.epoch = epoch;
   state.bands = fits ? sizes.bands : 0;
   state.chunks = fits ? sizes.chunks : 0;
   state.segments = fits ? sizes.segments : 0;
+  state.consumer_ctas = max(consumer_ctas, 0);
+  state.layer = p.layer;
+  state.tokens = p.tokens;
+  state.rows = fits ? sizes.valid_rows : 0;
+  state.remote_rows = fits ? planner.remote_rows() : 0;
+  state.exchange_end_ns = now_ns();
   if (fits) return;
   // Peers follow their own plans and would wait for this rank's rows.
   state.outcome = Outcome::plan_overflow;
@@ -181,14 +219,14 @@ int64_t tilemoe_state_bytes(int32_t max_bands) { return tilemoe::state_bytes(max
 cudaError_t tilemoe_exchange_load() {
   return cudaFuncSetAttribute(tilemoe::exchange::exchange_kernel,
                               cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              tilemoe::exchange::kSharedLimit - 1024);
+                              tilemoe::exchange::kDynamicLimit);
 }
 
 cudaError_t tilemoe_exchange_launch(const tilemoe::ExchangeParams* params, cudaStream_t stream) {
   using namespace tilemoe;
   if (params == nullptr || !exchange::valid(*params)) return cudaErrorInvalidValue;
   const size_t bytes = plan::shared_bytes(params->plan.params);
-  if (bytes > exchange::kSharedLimit - 1024) return cudaErrorInvalidValue;
+  if (bytes > exchange::kDynamicLimit) return cudaErrorInvalidValue;
   exchange::exchange_kernel<<<1, exchange::kThreads, bytes, stream>>>(*params);
   return cudaGetLastError();
 }

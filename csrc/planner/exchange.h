@@ -14,13 +14,17 @@ namespace tilemoe {
 struct ExchangeParams {
   RankView view;
   PlanKernelParams plan;
-  int32_t* counts;            // C [W, E], written here
-  const int32_t* own_counts;  // this rank's row of C [E]; not read if status is not 0
-  uint64_t layer;             // fingerprint; equal on all ranks
-  int64_t tokens;             // of this rank
-  int64_t max_tokens;         // that the heap was made for
-  int64_t group_timeout_ns;   // for a peer that has not come yet: slow is not dead
-  int32_t status;             // 0, or 1: this rank has no routing, so all ranks fail this call
+  int32_t* counts;             // C [W, E], written here
+  const int32_t* own_counts;   // this rank's row of C [E]; not read if status is not 0
+  uint64_t layer;              // fingerprint; equal on all ranks
+  int64_t tokens;              // of this rank
+  int64_t max_tokens;          // that the heap was made for
+  int64_t group_timeout_ns;    // for a peer that has not come yet: slow is not dead
+  int32_t status;              // 0; else this rank has no routing and all ranks fail this call; 2:
+                               // because its layer has changed (every rank may say so at once)
+  int32_t consumer_ctas;       // for State, where wanted_ctas is null
+  const int32_t* wanted_ctas;  // page-locked host word that takes its place, read in each call, so
+                               // that the split of a captured graph can change; or null
 };
 
 }  // namespace tilemoe

@@ -8,7 +8,11 @@ constexpr size_t kSharedLimit = 232448;
 __global__ void __launch_bounds__(kThreads, 1)
     plan_kernel(const __grid_constant__ PlanKernelParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  Planner(params, *reinterpret_cast<Shared*>(shared_bytes)).make();
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  const int32_t counts = params.params.world * params.params.world * params.params.local_experts;
+  for (int32_t i = threadIdx.x; i < counts; i += kThreads) shared.counts[i] = params.counts[i];
+  __syncthreads();
+  Planner(params, shared).make();
 }
 
 bool valid(const PlanParams& p) {

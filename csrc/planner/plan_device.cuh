@@ -25,11 +25,12 @@ struct Shared {
   int32_t valid[kPlanMaxLocalExperts];     // by id
   int32_t bands[kPlanMaxLocalExperts];     // by id
   int32_t remote[kPlanMaxLocalExperts];    // by id
+  int32_t local[kPlanMaxLocalExperts];     // by id: bands without a remote row in the ids before
   int32_t order[kPlanMaxLocalExperts];     // ids in schedule order
   int32_t head[kPlanMaxLocalExperts + 1];  // schedule order: number of its first remote band
   int32_t tail[kPlanMaxLocalExperts + 1];  // schedule order: number of its first held-back band
   int32_t valid_rows;
-  int32_t remote_bands;
+  int32_t remote_rows;  // of the valid ones
   int32_t last_remote_band;
   int32_t counts[1];  // [W, W * E_local], then recv_row [W, E_local] of this rank's experts
 };
@@ -132,12 +133,9 @@ class Planner {
         experts_(p_.world * p_.local_experts),
         recv_row_(shared.counts + p_.world * experts_) {}
 
+  // All threads; shared.counts is filled in and they have met since.
   __device__ void make() {
-    for (int32_t i = threadIdx.x; i < p_.world * experts_; i += kThreads) {
-      s_.counts[i] = k_.counts[i];
-    }
-    if (threadIdx.x == 0) s_.valid_rows = s_.remote_bands = 0, s_.last_remote_band = -1;
-    __syncthreads();
+    if (threadIdx.x == 0) s_.last_remote_band = -1;  // read behind the next barrier
     for (int32_t task = threadIdx.x / 32; task < 2 * p_.world; task += kWarps) {
       if (task < p_.world) {
         lay_out(task);
@@ -156,6 +154,9 @@ class Planner {
                      sizes_.segments > k_.capacity.segments || sizes_.chunks > k_.capacity.chunks;
     }
   }
+
+  __device__ const PlanSizes& sizes() const { return sizes_; }
+  __device__ int32_t remote_rows() const { return s_.remote_rows; }
 
  private:
   __device__ int32_t count(int32_t source, int32_t rank, int32_t local) const {
@@ -176,6 +177,8 @@ class Planner {
     int32_t first_row = 0;
     int32_t owed = 0;
     int32_t valid_rows = 0;
+    int32_t local_rows = 0;
+    int32_t local_bands = 0;
     for (int32_t base = 0; base < p_.local_experts; base += 32) {
       const int32_t local = base + lane;
       const bool here = local < p_.local_experts;
@@ -184,7 +187,7 @@ class Planner {
         const int32_t owner = owner_at(rank, place);
         const int32_t rows = count(owner, rank, local);
         if (owner == p_.rank) my_run = end, owed += rows;
-        if (place == p_.world - 1) remote = ceil_div(end, p_.tile_m);
+        if (place == p_.world - 1) remote = ceil_div(end, p_.tile_m), local_rows += rows;
         valid += rows;
         end += room(rows);
       }
@@ -192,6 +195,8 @@ class Planner {
       const int32_t through = warp_scan(bands * p_.tile_m);
       const int32_t row = first_row + through - bands * p_.tile_m;
       first_row += __shfl_sync(0xffffffffu, through, 31);
+      const int32_t local_through = local_bands + warp_scan(bands - remote);
+      local_bands = __shfl_sync(0xffffffffu, local_through, 31);
       if (!here) continue;
       k_.view.dispatch_row[rank * p_.local_experts + local] = row + my_run;
       if (!own) continue;
@@ -200,6 +205,7 @@ class Planner {
       s_.valid[local] = valid;
       s_.bands[local] = bands;
       s_.remote[local] = remote;
+      s_.local[local] = local_through - (bands - remote);
       valid_rows += valid;
       for (int32_t place = 0, at = row; place < p_.world; ++place) {
         const int32_t owner = owner_at(rank, place);
@@ -209,10 +215,12 @@ class Planner {
     }
     owed = __reduce_add_sync(0xffffffffu, owed);
     valid_rows = __reduce_add_sync(0xffffffffu, valid_rows);
+    local_rows = __reduce_add_sync(0xffffffffu, local_rows);
     if (lane != 0) return;
     k_.view.arrival_target[rank] = own ? 0 : owed;
     if (own) {
       s_.valid_rows = valid_rows;
+      s_.remote_rows = valid_rows - local_rows;
       k_.view.expert_row[p_.local_experts] = first_row;
     }
   }
@@ -294,7 +302,23 @@ class Planner {
       const int32_t band =
           in_head ? number - s_.head[i] : number - s_.tail[i] + s_.bands[id] - held_back;
       k_.view.bands[number] = {int64_t{s_.row[id]} + band * p_.tile_m, id, valid_in(id, band)};
+      if (k_.front_bands == nullptr) continue;
+      const int32_t at = front_at(id, band);
+      if (at < k_.capacity.bands) k_.front_bands[at] = number;
     }
+  }
+
+  // GEMM 1's order: first as many bands without a remote row as are held back, which wait for no
+  // peer, and then all others, both by id and in the order of their rows.
+  __device__ int32_t front_at(int32_t id, int32_t band) const {
+    const int32_t first = sizes_.bands - heads_;
+    const int32_t local_band =
+        s_.local[id] + band - s_.remote[id];  // of all local ones, if it is one
+    if (band >= s_.remote[id] && local_band < first) return local_band;
+    // In front of it are all first ones and, of the bands of lower rows, those that are not.
+    const int32_t lower = s_.row[id] / p_.tile_m + band;
+    const int32_t lower_first = min(first, band < s_.remote[id] ? s_.local[id] : local_band);
+    return first + lower - lower_first;
   }
 
   __device__ int32_t valid_in(int32_t id, int32_t band) const {

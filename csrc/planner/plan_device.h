@@ -27,6 +27,7 @@ struct PlanKernelParams {
   PlanSizes* sizes;
   int32_t* overflow;
   const int32_t* counts;  // C [W, W * E_local], none negative
+  int32_t* front_bands;   // [bands] GEMM 1's own order of the bands, by their index; or null
 };
 
 }  // namespace tilemoe

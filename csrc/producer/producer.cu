@@ -69,8 +69,8 @@ void tilemoe_set_counters(ProducerParams* params, int32_t front) {
   params->band_count = &state->bands;
   params->tile_claim = front != 0 ? &half->front_claim : &half->tile_claim;
   params->band_flags = front != 0 ? nullptr : reinterpret_cast<uint32_t*>(half + 1);
-  params->start_ns = front != 0 ? nullptr : &half->start_ns;
-  params->end_ns = front != 0 ? nullptr : &half->end_ns;
+  params->start_ns = front != 0 ? &half->front_start_ns : &half->start_ns;
+  params->end_ns = front != 0 ? &half->front_end_ns : &half->end_ns;
 }
 
 int32_t tilemoe_producer_b_box_rows(ProducerKind kind) {
@@ -106,6 +106,13 @@ cudaError_t tilemoe_producer_launch(const ProducerParams* params, ProducerKind k
   if (params->drain != 0 &&
       (ship.view.state == nullptr || ship.view.world > tilemoe::kMaxWorld || ship.n_tiles < 1 ||
        ship.row_bytes <= 0 || ship.row_bytes % 16 != 0 || params->band_flags == nullptr)) {
+    return cudaErrorInvalidValue;
+  }
+  const tilemoe::DispatchParams& dispatch = params->dispatch;
+  if (dispatch.view.state != nullptr &&
+      (dispatch.view.world < 1 || dispatch.view.world > tilemoe::kMaxWorld ||
+       dispatch.row_bytes <= 0 || dispatch.row_bytes % 16 != 0 ||
+       dispatch.local_experts != params->experts || dispatch.num_dispatch_ctas < 0)) {
     return cudaErrorInvalidValue;
   }
   return entry->launch(*params, grid, stream);

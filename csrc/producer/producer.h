@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../consumer/consumer.h"
+#include "../dispatch/dispatch.h"
 #include "../plan_abi.h"
 
 namespace tilemoe {
@@ -45,14 +46,16 @@ struct ProducerParams {
   const int32_t* band_count;  // device, one word: the planner kernel may have written it
   // Counters, zero before the launch: of half 0 if epoch is not null (tilemoe_set_counters), and
   // then those of half `*epoch % 2` are used.
-  const uint64_t* epoch;  // device, or null
-  int64_t half_bytes;     // from half 0 to half 1
-  uint32_t* tile_claim;   // device, one word
-  uint32_t* band_flags;   // device, [bands]; null = raise no flag
-  uint64_t* start_ns;     // device; time when tile 0 was claimed; or null
-  uint64_t* end_ns;       // device; time when the last tile was flagged; or null
-  ShipParams ship;        // view.state null: no drain, no counts for IterationStats
-  int32_t drain;          // 1: a CTA that finds no tile left ships chunks until none is left
+  const uint64_t* epoch;       // device, or null
+  int64_t half_bytes;          // from half 0 to half 1
+  uint32_t* tile_claim;        // device, one word
+  uint32_t* band_flags;        // device, [bands]; null = raise no flag
+  uint64_t* start_ns;          // device; time when tile 0 was claimed; or null
+  uint64_t* end_ns;            // device; time when the last tile was flagged; or null
+  ShipParams ship;             // view.state null: no drain, no counts for IterationStats
+  DispatchParams dispatch;     // of GEMM 1; view.state null: none
+  const int32_t* front_bands;  // device, [bands]: order of the bands; or null = as they are
+  int32_t drain;               // 1: a CTA that finds no tile left ships chunks until none is left
   int32_t experts;
   int32_t n;
   int32_t k;
@@ -69,7 +72,7 @@ cudaError_t tilemoe_make_tensor_map(tilemoe::TensorMap* map, const void* base, t
                                     int64_t rows, int64_t cols, int32_t box_rows);
 
 // Lets the producer use the counters of the state that params->ship.view names: GEMM 2's, with
-// flags, times and counts, or (front = 1) GEMM 1's claim counter only. Host arithmetic.
+// flags, times and counts, or (front = 1) GEMM 1's claim counter and times. Host arithmetic.
 void tilemoe_set_counters(tilemoe::ProducerParams* params, int32_t front);
 
 // Rows of the box that `kind` wants in the maps of B.

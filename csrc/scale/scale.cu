@@ -1,6 +1,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
+#include <cstring>
+
 #include "../common/wait.cuh"
 #include "scale.h"
 
@@ -43,35 +46,87 @@ __device__ bool await_rows(const ScaleParams& p, uint64_t epoch) {
                       -1, epoch, &polls, [&] { return read_system(word); });
   }
   await_prerequisites();  // local experts' rows
-  // A rank whose own rows all came must not go on alone when its peers have given up.
-  if (good && source == view.rank && group_failed(view)) good = false;
+  // A rank that fails in front of its GEMM 2 says so before it sends what that made of it, and this
+  // rank itself before its producer: so behind the wait each thread sees the failures that could
+  // have spoilt the rows it waited for.
+  if (good && source < view.world) good = !group_failed(view);
   return __syncthreads_and(good);
 }
 
-// One thread, when the rank's own rows are all shipped: its consumer may still be at that.
-__device__ void write_stats(const ScaleParams& p, uint64_t epoch, uint64_t arrival_ns) {
+// All threads: in the CTA that finishes last the number of CTAs that went without their rows, else
+// -1. What the others have written is in front of it, for a thread that fences behind it.
+__device__ int32_t finish(Half& half, bool good) {
+  constexpr uint32_t kWithout = 1 << 16;
+  __shared__ uint32_t before;
+  const uint32_t own = good ? 1 : 1 + kWithout;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    fence_gpu();
+    before = add_and_read_count(&half.scale_finished, own);
+  }
+  __syncthreads();
+  const uint32_t all = before + own;
+  return all % kWithout == gridDim.x ? static_cast<int32_t>(all / kWithout) : -1;
+}
+
+// Times of a record: 0 where there is none.
+__device__ __forceinline__ int64_t since(uint64_t begin_ns, uint64_t time_ns) {
+  return begin_ns == 0 || time_ns == 0 ? 0 : static_cast<int64_t>(time_ns - begin_ns);
+}
+
+// One thread, while others sum: all of the record but its scale_end and epoch. It waits for the
+// rank's own rows to be shipped, because its consumer may still be at that.
+__device__ void write_record(const ScaleParams& p, uint64_t epoch, uint64_t arrival_ns) {
   const State& state = state_of(p.view);
   const Half& half = half_at(p.view, epoch);
-  const uint64_t begin = now_ns();
-  while (read_count(&half.chunks_shipped) != uint32_t(state.chunks) &&
-         now_ns() - begin < static_cast<uint64_t>(p.view.wait_timeout_ns) &&
+  while (read_count(&half.chunks_shipped) != static_cast<uint32_t>(state.chunks) &&
+         now_ns() - arrival_ns < static_cast<uint64_t>(p.view.wait_timeout_ns) &&
          !group_failed(p.view)) {
   }
-  fence_gpu();
+  fence_system();  // behind the slot's taking back and what shippers counted
   const volatile Half& seen = half;
-  const uint64_t start = seen.start_ns;
-  const auto since_start = [&](uint64_t time) {
-    return time == 0 || start == 0 ? int64_t{0} : static_cast<int64_t>(time - start);
-  };
-  *p.stats = {since_start(seen.first_ready_ns),
-              since_start(seen.end_ns),
-              since_start(seen.last_put_ns),
-              since_start(arrival_ns),
-              state.segments,
-              seen.backlog,
-              seen.chunks_drained,
-              static_cast<int64_t>(seen.idle_spins),
-              static_cast<int64_t>(epoch)};
+  const uint64_t call_ns = state.exchange_start_ns;
+  const uint64_t down_ns = seen.start_ns;
+  CallRecord record{};
+  record.iteration.first_segment_ready = since(down_ns, seen.first_ready_ns);
+  record.iteration.producer_end = since(down_ns, seen.end_ns);
+  record.iteration.last_put = since(down_ns, seen.last_put_ns);
+  record.iteration.last_arrival = since(down_ns, arrival_ns);
+  record.iteration.segments = state.segments;
+  record.iteration.backlog_at_producer_end = seen.backlog;
+  record.iteration.chunks_drained = seen.chunks_drained;
+  record.iteration.idle_spins = static_cast<int64_t>(seen.idle_spins);
+  record.iteration.epoch = static_cast<int64_t>(epoch);
+  record.times.router_start = since(call_ns, state.router_start_ns);
+  record.times.exchange_end = since(call_ns, state.exchange_end_ns);
+  record.times.front_start = since(call_ns, seen.front_start_ns);
+  record.times.front_end = since(call_ns, seen.front_end_ns);
+  record.times.down_start = since(call_ns, down_ns);
+  record.times.down_end = since(call_ns, seen.end_ns);
+  record.times.last_arrival = since(call_ns, arrival_ns);
+  record.layer = state.layer;
+  record.tokens = state.tokens;
+  record.rows = state.rows;
+  record.remote_rows = state.remote_rows;
+  record.consumer_ctas = state.consumer_ctas;
+  record.bands = state.bands;
+  static_assert(offsetof(CallRecord, epoch) == sizeof(CallRecord) - sizeof(uint64_t));
+  constexpr int kWords = sizeof(CallRecord) / sizeof(uint64_t) - 1;
+  uint64_t words[kWords];
+  memcpy(words, &record, sizeof(words));
+  volatile uint64_t* const slot =
+      reinterpret_cast<volatile uint64_t*>(&p.records[epoch % kCallRecords]);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) slot[i] = words[i];
+  fence_system();  // while others sum, so that the one in front of the epoch is short
+}
+
+// The thread of the last CTA that has counted it.
+__device__ void close_record(const ScaleParams& p, uint64_t epoch, uint64_t call_ns) {
+  fence_system();  // behind the rest of the record and the slot's taking back
+  CallRecord& slot = p.records[epoch % kCallRecords];
+  *static_cast<volatile int64_t*>(&slot.times.scale_end) = since(call_ns, now_ns());
+  publish_ready(&slot.epoch, epoch);
 }
 
 // A lane's route of a token, and where the run begins that holds its row.
@@ -152,17 +207,17 @@ __device__ __forceinline__ void add_rows(Sums& sums, const uint4* row, float wei
   }
 }
 
-// All warps of the grid, an item = a slice of a token at a time. Where the rows of the item after
-// next and of the next one lie is on its way while an item is summed.
+// All warps of CTA `cta` of `ctas`, an item = a slice of a token at a time. Where the rows of the
+// item after next and of the next one lie is on its way while an item is summed.
 template <class E>
-__device__ void sum_tokens(const ScaleParams& p) {
+__device__ void sum_tokens(const ScaleParams& p, int32_t cta, int32_t ctas) {
   const int lane = threadIdx.x % 32;
   const int32_t slices = (p.n + kSliceColumns - 1) / kSliceColumns;
   const int32_t items = p.tokens * slices;
-  const int32_t warps = gridDim.x * kWarps;
+  const int32_t warps = ctas * kWarps;
   const int32_t row_vectors = p.n / 8;
   const std::byte* const recv = p.view.blocks[p.view.rank] + p.view.offsets.recv;
-  int32_t item = blockIdx.x * kWarps + threadIdx.x / 32;
+  int32_t item = cta * kWarps + threadIdx.x / 32;
   Place next = find_run(p, load_route(p, item / slices, lane));
   Route after = load_route(p, (item + warps) / slices, lane);
   for (; item < items; item += warps) {
@@ -190,30 +245,53 @@ __device__ void sum_tokens(const ScaleParams& p) {
   }
 }
 
+// All threads of CTA `cta` of `ctas`.
 template <class E>
-__device__ void fill_nan(const ScaleParams& p) {
+__device__ void fill_nan(const ScaleParams& p, int32_t cta, int32_t ctas) {
   const uint32_t nan = to_pair(E{}, __int_as_float(0x7fc00000), __int_as_float(0x7fc00000));
   const int64_t vectors = int64_t{p.tokens} * (p.n / 8);
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < vectors;
-       i += int64_t{gridDim.x} * kThreads) {
+  for (int64_t i = int64_t{cta} * kThreads + threadIdx.x; i < vectors;
+       i += int64_t{ctas} * kThreads) {
     static_cast<uint4*>(p.y)[i] = {nan, nan, nan, nan};
   }
 }
 
+// With records CTA 0 does not sum: it writes the call's.
 template <class E>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     scale_kernel(const __grid_constant__ ScaleParams p) {
-  const uint64_t epoch = state_of(p.view).epoch;
-  const bool good = await_rows(p, epoch);
-  const uint64_t arrival_ns = now_ns();
-  if (good) {
-    sum_tokens<E>(p);
-  } else {
-    fill_nan<E>(p);
+  State& state = state_of(p.view);
+  const uint64_t epoch = state.epoch;
+  const int32_t recorders = p.records != nullptr ? 1 : 0;
+  const int32_t cta = static_cast<int32_t>(blockIdx.x) - recorders;
+  const int32_t ctas = static_cast<int32_t>(gridDim.x) - recorders;
+  __shared__ uint64_t call_ns;  // at hand when the last CTA wants it
+  if (threadIdx.x == 0) {
+    call_ns = state.exchange_start_ns;
+    if (cta < 0) take_back(&p.records[epoch % kCallRecords].epoch);
   }
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
-  if (group_failed(p.view)) tell_host(p.view, failure_of(p.view, p.view.rank).record);
-  if (p.stats != nullptr) write_stats(p, epoch, arrival_ns);
+  const bool good = await_rows(p, epoch);
+  if (cta < 0) {
+    if (threadIdx.x == 0) write_record(p, epoch, now_ns());
+  } else if (good) {
+    sum_tokens<E>(p, cta, ctas);
+  } else {
+    fill_nan<E>(p, cta, ctas);
+  }
+  const int32_t without = finish(half_at(p.view, epoch), good);
+  if (without < 0) return;
+  if (without > 0) {
+    // Some CTAs may have looked before the group failed, and have summed: no output is NaN in part.
+    if (threadIdx.x == 0) fence_gpu();
+    __syncthreads();
+    if (without < static_cast<int32_t>(gridDim.x)) fill_nan<E>(p, 0, 1);
+    if (threadIdx.x == 0 && group_failed(p.view)) {
+      tell_host(p.view, failure_of(p.view, p.view.rank).record);
+    }
+  }
+  if (threadIdx.x != 0) return;
+  state.router_start_ns = 0;  // the next call may have no router of ours
+  if (recorders > 0) close_record(p, epoch, call_ns);
 }
 
 struct Device {
@@ -267,8 +345,10 @@ cudaError_t tilemoe_scale_launch(const tilemoe::ScaleParams* params, cudaStream_
   int64_t ctas = (items + scale::kWarps - 1) / scale::kWarps;
   const int64_t fit = int64_t{device.sms} * device.ctas_per_sm[bf16 ? 0 : 1];
   const int64_t most = params->max_ctas > 0 && params->max_ctas < fit ? params->max_ctas : fit;
+  if (params->records != nullptr) ++ctas;
   if (ctas > most) ctas = most;
-  if (ctas < 1) ctas = 1;
+  const int64_t least = params->records != nullptr ? 2 : 1;
+  if (ctas < least) ctas = least;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -13,7 +13,7 @@ namespace tilemoe {
 // y[t, :] = sum over k ascending of weights[t, k] * row(t, k), in fp32 without fused multiply-add,
 // one cast. row(t, k) lies `positions[t, k]` rows behind the first row of this rank's run of expert
 // e = expert_ids[t, k]: in `rows` if e is local, else in the receive room. If the call has failed,
-// y is NaN. Pointers are device memory unless they say otherwise.
+// all of y is NaN. Once a call. Pointers are device memory unless they say otherwise.
 struct ScaleParams {
   RankView view;
   const int32_t* expert_ids;  // [T, K] global expert, -1 = dropped
@@ -22,12 +22,12 @@ struct ScaleParams {
   const int64_t* run_row;     // of the plan
   const int64_t* arrival_target;
   const int64_t* recv_row;
-  const void* rows;       // GEMM 2 output [layout rows, N]
-  void* y;                // [T, N]
-  IterationStats* stats;  // device or page-locked memory; or null
-  int32_t tokens;         // T
-  int32_t topk;           // K
-  int32_t n;              // N, a multiple of 8
+  const void* rows;     // GEMM 2 output [layout rows, N]
+  void* y;              // [T, N]
+  CallRecord* records;  // [kCallRecords], page-locked host memory as the device sees it; or null
+  int32_t tokens;       // T
+  int32_t topk;         // K
+  int32_t n;            // N, a multiple of 8
   int32_t local_experts;
   Dtype dtype;
   int32_t max_ctas;  // 0 = as many as fit; fewer where ranks share a GPU

@@ -22,7 +22,7 @@ __device__ void put(void* destination, const void* source, int64_t bytes, int32_
 __device__ void quiet();
 
 // Adds to `rank`'s copy of the symmetric arrival word; the thread that called quiet() calls it, so
-// that whoever sees the sum sees the puts. The reader: read_arrivals in common/flags.cuh.
+// that whoever sees the sum sees the puts. The reader: read_system in common/flags.cuh.
 __device__ void add_arrivals(uint64_t* word, uint64_t rows, int32_t rank);
 
 }  // namespace tilemoe::transport

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../consumer/consumer.h"
+
 namespace tilemoe {
 
 enum class TransportStatus : int32_t {
@@ -42,4 +44,15 @@ void* tilemoe_transport_peer_pointer(const void* symmetric, int32_t rank);
 // symmetric `destination` and then adds `bytes` to its copy of the symmetric `word`.
 cudaError_t tilemoe_transport_test_put(void* destination, const void* source, int64_t bytes,
                                        uint64_t* word, int32_t rank, cudaStream_t stream);
+
+// Loads the kernel below on the current device: once, at start-up. Needs no started host library.
+cudaError_t tilemoe_put_consumer_load();
+
+// The consumer kernel of Transport::put: as tilemoe_consumer_launch, but rows and arrivals go by
+// puts, to `pes[owner]` (device, [W]) and the places that this rank's own block has for them, so
+// the blocks of a group lie at equal symmetric addresses. `last` = 1: it runs behind the producer
+// and ships what is left, whatever the split. No other kernel of the call may ship: an arrival word
+// takes one path.
+cudaError_t tilemoe_put_consumer_launch(const tilemoe::ShipParams* params, const int32_t* pes,
+                                        int32_t ctas, int32_t last, cudaStream_t stream);
 }

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from ds_tilemoe.cost_model import Choice
+from ds_tilemoe.errors import TileMoEError
 from ds_tilemoe.routing import Routing
 from ds_tilemoe.stats import IterationStats
 
@@ -29,6 +31,8 @@ class LayerShape:
         out: N, width of the rows that come back.
         dtype: dtype of the expert weights and of the rows.
         device: type of the device that the experts are on, "cpu" or "cuda".
+        dispatch: on CUDA, how rows reach their experts: "fused" in GEMM 1's kernel, or "nccl". On
+            the CPU there is one way.
     """
 
     name: str
@@ -39,6 +43,7 @@ class LayerShape:
     out: int
     dtype: torch.dtype
     device: str = "cpu"
+    dispatch: str = "fused"
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,25 @@ class Expert(Protocol):
         ...
 
 
+class Experts(list[Expert]):
+    """This rank's experts, in order, and a word that says when to look at them again.
+
+    Attributes:
+        stamp: another object once an operand of theirs lies elsewhere or is of another dtype than
+            in the call before; None: nobody has looked.
+    """
+
+    stamp: object | None = None
+
+
+class LayerChange(TileMoEError):
+    """As a routing: this rank calls the layer in another way than its ranks have agreed on.
+
+    The ranks have to meet. On the CPU it travels like any failure of a rank; on CUDA ``forward``
+    raises it if every rank has said the same in the same call, so that all can meet at once.
+    """
+
+
 class Backend(Protocol):
     """One backend of one expert-parallel group.
 
@@ -89,16 +113,20 @@ class Backend(Protocol):
         tile_m: rows of a band.
         mover: "auto", "sm", "none", or "sequential" for measuring: rows move when all tiles are
             made. May be set between calls, on each rank alone.
+        last_choice, last_reason: the split of the last forward, and why it is what it is. On CUDA
+            a call's record has them.
     """
 
     name: str
     tile_m: int
     mover: str
+    last_choice: Choice | None
+    last_reason: str
 
     @property
     def last_stats(self) -> IterationStats | None:
-        """Of the last forward. On CUDA it waits for its end, and is None unless asked for: by
-        ``stats`` of the block, or by the mover "sequential"."""
+        """Of the last forward. On CUDA it waits for its end, and is None but for the mover
+        "sequential"; other calls leave records that nobody waits for."""
         ...
 
     @property
@@ -106,14 +134,20 @@ class Backend(Protocol):
         """Settings of the block, with what "auto" stands for."""
         ...
 
-    def ensure(self, shapes: Sequence[LayerShape], max_tokens: int) -> None:
+    def ensure(self, shapes: Sequence[LayerShape], max_tokens: int, together: bool = True) -> None:
         """Make the heap large enough for ``shapes`` at ``max_tokens`` tokens a rank.
 
         A collective of the group: every rank passes the same values. A heap that is large enough
         and not failed is kept.
 
+        Args:
+            shapes: layers, beside those that it was made for before.
+            max_tokens: tokens a rank.
+            together: on CUDA: all ranks of the job are in this call, each for its own group, as
+                new memory wants it. Else the heap may not grow.
+
         Raises:
-            CapacityError: the memory is not there (on every rank).
+            CapacityError: the memory is not there, or may not grow (on every rank).
         """
         ...
 
@@ -128,7 +162,8 @@ class Backend(Protocol):
 
         Args:
             shape: the layer.
-            experts: this rank's E / W experts, in order.
+            experts: this rank's E / W experts, in order; ``Experts`` with a stamp save a look at
+                each of them.
             x: [T, H], the rows to dispatch; T may be zero and may differ between ranks.
             routing: where the rows go, or the exception that kept this rank from knowing. It then
                 travels in the count exchange, so that every rank raises.
@@ -139,8 +174,10 @@ class Backend(Protocol):
         Raises:
             RankFailure: a rank passed an exception as its routing.
             CapacityError: a rank has more tokens than the heap was made for.
-            DeadlineError: a peer did not do its part in time, or the heap failed earlier. On CUDA
-                a failure behind dispatch fills the result with NaN, and the next forward raises.
+            DeadlineError: a peer did not do its part in time, or the heap failed earlier.
+
+        On CUDA nothing waits for the device: the rank at fault raises its own exception, at its
+        peers the result is NaN, and their next forward (or ``check``) raises.
         """
         ...
 

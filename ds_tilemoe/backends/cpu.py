@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from ds_tilemoe.backends.base import Expert, LayerShape, local_problem
 from ds_tilemoe.config import TileOverlapConfig
+from ds_tilemoe.config_block import MAX_CPU_CONSUMERS
+from ds_tilemoe.controller import Controller, Limits, observation
+from ds_tilemoe.cost_model import ALL_TAIL_WAVES, Choice, Machine, Work
 from ds_tilemoe.errors import CapacityError, DeadlineError, RankFailure, TileMoEError
 from ds_tilemoe.op_builder import CPUTileMoEBuilder
 from ds_tilemoe.routing import Routing
@@ -35,6 +38,22 @@ _TILE_M = 16
 _CHUNK_BYTES = 128 * 1024
 _LAYOUTS = {"auto": 0, "compact": 0, "aligned": 1}
 _MOVERS = {"auto": 0, "sm": 0, "none": 1, "sequential": 2}
+# Where the controller starts from: one thread copies 4 GB/s, and a second one adds as much. Its own
+# calls correct that, so nothing is measured beforehand. A consumer thread takes no core from the
+# producer as long as there are cores.
+_MACHINE = Machine(
+    sms=1,
+    rate_per_cta=4.0,
+    drain_rate=4.0,
+    link=8.0,
+    tile_base_ns=2000.0,
+    tile_ns_per_k=400.0,
+    lone_share=1.0,
+    start_share=0.0,
+    consumer_takes_sm=False,
+    launch_ns=0.0,
+    drain_start_ns=0.0,
+)
 
 
 class CpuBackend:
@@ -48,6 +67,7 @@ class CpuBackend:
         mover: "sm", "none" or "sequential" (consumers start after the last tile, no drain: what
             the combine takes when nothing hides it). May be set between calls, on each rank alone.
         last_stats: IterationStats of the last forward.
+        last_choice, last_reason: the split of the last forward, and why it is what it is.
         last_plan_sizes: (rows, valid_rows, bands, remote_bands, segments, chunks) of it.
     """
 
@@ -61,7 +81,10 @@ class CpuBackend:
         self.tile_m = _TILE_M if config.tile_m == "auto" else config.tile_m
         self.mover: str = config.mover
         self.last_stats: IterationStats | None = None
+        self.last_choice: Choice | None = None
+        self.last_reason = ""
         self.last_plan_sizes: tuple[int, ...] = (0,) * 6
+        self._controllers: dict[LayerShape, Controller] = {}
         self._op: Any = CPUTileMoEBuilder().load()
         self._heap: SymmetricHeap | None = None
         self._rank: Any = None
@@ -127,7 +150,7 @@ class CpuBackend:
             "backend": self.name,
             "layout": "aligned" if _LAYOUTS[config.layout] else "compact",
             "tile_m": self.tile_m,
-            "num_consumer_ctas": self._num_consumers(),
+            "num_consumer_ctas": self._fixed_consumers(),
             "bands_per_segment": _bands_per_segment(config),
             "local_tail_waves": "all" if waves == "auto" else waves,
             "mover": "sm" if config.mover == "auto" else config.mover,
@@ -176,10 +199,11 @@ class CpuBackend:
     ) -> torch.Tensor:
         rank = self._rank
         problem = local_problem(shape, x, routing, "cpu")
+        choice = self._choose(shape, len(x))
         try:
             self._begin(shape, routing, problem)
             assert isinstance(routing, Routing)
-            y = self._move(shape, experts, x, routing)
+            y = self._move(shape, experts, x, routing, choice.num_consumer_ctas)
         except RankFailure as failure:  # all ranks raise it, and the heap stays usable
             raise failure from problem
         except CapacityError:
@@ -197,7 +221,9 @@ class CpuBackend:
             )
             raise
         self.last_stats = IterationStats(*rank.stats())
+        self.last_choice = choice
         self.last_plan_sizes = rank.plan_sizes()
+        self._observe(shape, routing, choice)
         return y
 
     def _begin(
@@ -221,7 +247,12 @@ class CpuBackend:
         )
 
     def _move(
-        self, shape: LayerShape, experts: Sequence[Expert], x: torch.Tensor, routing: Routing
+        self,
+        shape: LayerShape,
+        experts: Sequence[Expert],
+        x: torch.Tensor,
+        routing: Routing,
+        consumers: int,
     ) -> torch.Tensor:
         """Dispatch, expert GEMMs beside the combine, scale."""
         rank = self._rank
@@ -238,7 +269,7 @@ class CpuBackend:
             ],
             tile_n=self._tile_n(shape.out),
             group_bands=1,  # one producer thread: a band is done before the next begins
-            num_consumers=self._num_consumers(),
+            num_consumers=max(1, consumers),
             mover=_MOVERS[self.mover],
         )
         y = torch.empty(x.shape[0], shape.out, dtype=shape.dtype)
@@ -275,7 +306,7 @@ class CpuBackend:
             layout=_LAYOUTS[config.layout],
             bands_per_segment=_bands_per_segment(config),
             local_tail_bands=waves if isinstance(waves, int) else -1,  # one band is a wave here
-            chunk_rows=max(1, _CHUNK_BYTES // row_bytes),
+            chunk_rows=_chunk_rows(row_bytes),
         )
 
     def _tile_n(self, n: int) -> int:
@@ -284,11 +315,88 @@ class CpuBackend:
         # At least two tiles a band where N allows it, and no more columns than stay in cache.
         return max(1, min(256, math.ceil(n / 2 / 16) * 16 if n > 16 else n))
 
-    def _num_consumers(self) -> int:
+    # -- split ------------------------------------------------------------------------------
+
+    def controller(self, shape: LayerShape) -> Controller | None:
+        """What moves the layer's split on this rank; None where nothing is left to choose."""
+        found = self._controllers.get(shape)
+        low, high = self._bounds()
+        if found is not None or low == high or not self.config.adaptive.enabled:
+            return found
+        config, waves = self.config, self.config.local_tail_waves
+        tile_n, row_bytes = self._tile_n(shape.out), shape.out * shape.dtype.itemsize
+        work = Work(
+            tile_m=self.tile_m,
+            tile_n=tile_n,
+            n_tiles=math.ceil(shape.out / tile_n),
+            k=shape.ffn,
+            row_bytes=row_bytes,
+            chunk_bytes=_chunk_rows(row_bytes) * row_bytes,
+            local_experts=shape.num_experts // self.world,
+            world=self.world,
+        )
+        limits = Limits(
+            min_consumer_ctas=low,
+            max_consumer_ctas=high,
+            # Reading weights twice costs nothing here: the paper's rule, unless told otherwise.
+            local_tail_waves=waves if isinstance(waves, int) else ALL_TAIL_WAVES,
+            bands_per_segment=_bands_per_segment(config),
+            mover="sm",  # a thread that waits yields, so there is no reason to do without
+            hysteresis=config.adaptive.hysteresis,
+            interval=config.adaptive.interval,
+            start=self._fixed_consumers(),
+        )
+        found = self._controllers[shape] = Controller(_MACHINE, work, shape.topk, limits)
+        return found
+
+    def _choose(self, shape: LayerShape, tokens: int) -> Choice:
+        controller = self.controller(shape) if self.mover in ("auto", "sm") else None
+        if controller is not None:
+            bucket = controller.bucket_of(tokens)
+            choice = controller.choose(bucket)
+            self.last_reason = controller.why(bucket)
+            return choice
+        self.last_reason = ""
+        waves = self.config.local_tail_waves
+        tail = waves if isinstance(waves, int) else ALL_TAIL_WAVES
+        consumers = 0 if self.mover == "none" else self._fixed_consumers()
+        mover = "none" if self.mover == "none" else "sm"
+        return Choice(consumers, tail, _bands_per_segment(self.config), mover)
+
+    def _observe(self, shape: LayerShape, routing: Routing, choice: Choice) -> None:
+        controller = self._controllers.get(shape)
+        if controller is None or self.mover not in ("auto", "sm"):
+            return
+        assert self.last_stats is not None
+        local_experts = shape.num_experts // self.world
+        own = routing.expert_ids.div(local_experts, rounding_mode="floor") == self.rank
+        _, rows, bands, *_ = self.last_plan_sizes
+        seen = observation(
+            self.last_stats,
+            tokens=len(routing.expert_ids),
+            rows=rows,
+            remote_rows=rows - int(own.sum()),
+            num_consumer_ctas=choice.num_consumer_ctas,
+            bands=bands,
+        )
+        controller.observe(seen)
+
+    def _bounds(self) -> tuple[int, int]:
+        """The fewest and the most consumer threads that may be chosen."""
         config = self.config
-        wanted = 1 if config.num_consumer_ctas == "auto" else config.num_consumer_ctas
-        most = 8 if config.max_consumer_ctas == "auto" else config.max_consumer_ctas
-        return max(config.min_consumer_ctas, min(wanted, most))
+        if config.num_consumer_ctas != "auto":
+            return config.num_consumer_ctas, config.num_consumer_ctas
+        most = config.max_consumer_ctas
+        if most == "auto":
+            # Threads without a core of their own only take the producers' time.
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            most = min(MAX_CPU_CONSUMERS, len(os.sched_getaffinity(0)) // ranks - 1)
+        return config.min_consumer_ctas, max(config.min_consumer_ctas, most)
+
+    def _fixed_consumers(self) -> int:
+        """The split without a controller, and its first one."""
+        low, high = self._bounds()
+        return max(low, min(1, high))
 
     def _fingerprint(self, shape: LayerShape) -> int:
         text = f"{shape}{self.config.layout}{self.tile_m}"
@@ -310,3 +418,7 @@ def _plain(text: str) -> str:
 
 def _bands_per_segment(config: TileOverlapConfig) -> int:
     return 1 if config.bands_per_segment == "auto" else config.bands_per_segment
+
+
+def _chunk_rows(row_bytes: int) -> int:
+    return max(1, _CHUNK_BYTES // row_bytes)

@@ -1,8 +1,8 @@
-"""ctypes mirror of the C ABI of the CUDA library: structs, enums and prototypes, same bytes.
+"""ctypes mirror of the C ABI of the CUDA library: structs and enums, same bytes.
 
 One class a struct of csrc, same names and order; tests/test_cuda_abi.py compares the two. Pointers
 are plain addresses. ctypes knows no alignas: what a struct holds to come to its alignment is in
-fields of their own, whose names begin with ``pad``.
+fields of their own, whose names begin with ``pad``. The functions: cuda_functions.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import enum
 from ctypes import (
-    POINTER,
     Structure,
     c_int32,
     c_int64,
@@ -22,6 +21,8 @@ from ctypes import (
 from typing import Any, TypeVar
 
 import torch
+
+from ds_tilemoe.plan_abi import ITERATION_DTYPE, TIMES_DTYPE
 
 S = TypeVar("S", bound=Structure)
 
@@ -58,6 +59,7 @@ class Outcome(enum.IntEnum):
     CAPACITY = 3
     DEADLINE = 4
     PLAN_OVERFLOW = 5
+    HOST_FAILURE = 6
 
 
 class Wait(enum.IntEnum):
@@ -65,9 +67,21 @@ class Wait(enum.IntEnum):
     COUNTS = 1
     BAND = 2
     ARRIVALS = 3
+    DISPATCH = 4
+
+
+class Transport(enum.IntEnum):
+    MAPPED = 0
+    PUT = 1
 
 
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
+
+
+def padded(*fields: tuple[str, Any]) -> list[tuple[str, Any]]:
+    """Fields of a struct that holds a TensorMap, whose size is a multiple of its alignment."""
+    size = ctypes.sizeof(type("Unpadded", (Structure,), {"_fields_": fields}))
+    return [*fields, ("pad", c_uint8 * (-size % STRUCT_ALIGNMENT))]
 
 
 class PlanParams(Structure):
@@ -128,20 +142,33 @@ class PlanKernelParams(Structure):
         ("sizes", c_void_p),
         ("overflow", c_void_p),
         ("counts", c_void_p),
+        ("front_bands", c_void_p),
     ]
 
 
 class BlockShape(Structure):
-    _fields_ = [("world", c_int32), ("max_experts", c_int32), ("recv_bytes", c_int64)]
+    _fields_ = [
+        ("world", c_int32),
+        ("max_experts", c_int32),
+        ("max_slots", c_int32),
+        ("recv_bytes", c_int64),
+        ("dispatch_bytes", c_int64),
+    ]
 
 
 class BlockOffsets(Structure):
     _fields_ = [
-        ("counts", c_int64),
-        ("count_row_bytes", c_int64),
-        ("arrivals", c_int64),
-        ("recv", c_int64),
-        ("block_bytes", c_int64),
+        (name, c_int64)
+        for name in (
+            "counts",
+            "count_row_bytes",
+            "arrivals",
+            "slot_rows",
+            "slot_half_bytes",
+            "recv",
+            "dispatch",
+            "block_bytes",
+        )
     ]
 
 
@@ -159,19 +186,44 @@ class ErrorRecord(Structure):
 
 
 class IterationStats(Structure):
+    _fields_ = [(name, c_int64) for name in ITERATION_DTYPE.names or ()]
+
+
+class LayerTimes(Structure):
+    _fields_ = [(name, c_int64) for name in TIMES_DTYPE.names or ()]
+
+
+class CallRecord(Structure):
     _fields_ = [
-        (name, c_int64)
-        for name in (
-            "first_segment_ready",
-            "producer_end",
-            "last_put",
-            "last_arrival",
-            "segments",
-            "backlog_at_producer_end",
-            "chunks_drained",
-            "idle_spins",
-            "epoch",
-        )
+        ("iteration", IterationStats),
+        ("times", LayerTimes),
+        ("layer", c_uint64),
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("remote_rows", c_int64),
+        ("consumer_ctas", c_int32),
+        ("bands", c_int32),
+        ("epoch", c_uint64),
+    ]
+
+
+class State(Structure):
+    """Device memory; here for the offsets of its words."""
+
+    _fields_ = [
+        ("epoch", c_uint64),
+        ("outcome", c_int32),
+        ("bands", c_int32),
+        ("chunks", c_int32),
+        ("segments", c_int32),
+        ("consumer_ctas", c_int32),
+        ("layer", c_uint64),
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("remote_rows", c_int64),
+        ("router_start_ns", c_uint64),
+        ("exchange_start_ns", c_uint64),
+        ("exchange_end_ns", c_uint64),
     ]
 
 
@@ -200,6 +252,8 @@ class ExchangeParams(Structure):
         ("max_tokens", c_int64),
         ("group_timeout_ns", c_int64),
         ("status", c_int32),
+        ("consumer_ctas", c_int32),
+        ("wanted_ctas", c_void_p),
     ]
 
 
@@ -211,6 +265,20 @@ class ShipParams(Structure):
         ("rows", c_void_p),
         ("row_bytes", c_int64),
         ("n_tiles", c_int32),
+        ("device_split", c_int32),
+    ]
+
+
+class DispatchParams(Structure):
+    _fields_ = [
+        ("view", RankView),
+        ("x", c_void_p),
+        ("sources", c_void_p),
+        ("dispatch_row", c_void_p),
+        ("recv_row", c_void_p),
+        ("row_bytes", c_int64),
+        ("local_experts", c_int32),
+        ("num_dispatch_ctas", c_int32),
     ]
 
 
@@ -223,7 +291,7 @@ class ProducerKind(Structure):
 
 
 class ProducerParams(Structure):
-    _fields_ = [
+    _fields_ = padded(
         ("a", TensorMap),
         ("d", TensorMap),
         ("b", c_void_p),
@@ -237,14 +305,15 @@ class ProducerParams(Structure):
         ("start_ns", c_void_p),
         ("end_ns", c_void_p),
         ("ship", ShipParams),
+        ("dispatch", DispatchParams),
+        ("front_bands", c_void_p),
         ("drain", c_int32),
         ("experts", c_int32),
         ("n", c_int32),
         ("k", c_int32),
         ("group_bands", c_int32),
         ("activation", c_int32),
-        ("pad", c_uint8 * 16),
-    ]
+    )
 
 
 class ScaleParams(Structure):
@@ -258,7 +327,7 @@ class ScaleParams(Structure):
         ("recv_row", c_void_p),
         ("rows", c_void_p),
         ("y", c_void_p),
-        ("stats", c_void_p),
+        ("records", c_void_p),
         ("tokens", c_int32),
         ("topk", c_int32),
         ("n", c_int32),
@@ -269,48 +338,20 @@ class ScaleParams(Structure):
 
 
 class CombineParams(Structure):
-    _fields_ = [
+    _fields_ = padded(
         ("producer", ProducerParams),
         ("kind", ProducerKind),
         ("scale", ScaleParams),
         ("mover", c_int32),
         ("num_consumer_ctas", c_int32),
         ("sms", c_int32),
+        ("transport", c_int32),
+        ("device_split", c_int32),
         ("consumer_stream", c_void_p),
         ("begin", c_void_p),
         ("end", c_void_p),
-        ("pad", c_uint8 * 8),
-    ]
-
-
-# Name -> (result, arguments); a cudaError_t is an int32 that the caller checks.
-PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "tilemoe_load": (c_int32, ()),
-    "tilemoe_block_offsets": (None, (POINTER(BlockShape), POINTER(BlockOffsets))),
-    "tilemoe_half_bytes": (c_int64, (c_int32,)),
-    "tilemoe_state_bytes": (c_int64, (c_int32,)),
-    "tilemoe_exchange_launch": (c_int32, (POINTER(ExchangeParams), c_void_p)),
-    "tilemoe_make_tensor_map": (
-        c_int32,
-        (c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int32),
-    ),
-    "tilemoe_set_counters": (None, (POINTER(ProducerParams), c_int32)),
-    "tilemoe_producer_b_box_rows": (c_int32, (ProducerKind,)),
-    "tilemoe_producer_group_bands": (c_int32, (ProducerKind, c_int32, c_int32)),
-    "tilemoe_producer_launch": (
-        c_int32,
-        (POINTER(ProducerParams), ProducerKind, c_int32, c_void_p),
-    ),
-    "tilemoe_combine_launch": (c_int32, (POINTER(CombineParams), c_void_p)),
-}
-
-
-def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Gives the functions of a loaded library their prototypes, and returns it."""
-    for name, (result, arguments) in PROTOTYPES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+        ("pes", c_void_p),
+    )
 
 
 def aligned(kind: type[S]) -> S:

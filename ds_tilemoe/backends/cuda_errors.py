@@ -5,27 +5,123 @@ Shape letters: E experts of the group, W ranks.
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from collections.abc import Callable
 
 from ds_tilemoe.backends import cuda_abi as abi
-from ds_tilemoe.backends.base import LayerShape
-from ds_tilemoe.errors import CapacityError, RankFailure, TileMoEError
+from ds_tilemoe.errors import CapacityError, DeadlineError, RankFailure, TileMoEError
 from ds_tilemoe.plan_abi import Int64Array
-from ds_tilemoe.symmetric_heap import gather
 
+# Every rank has found the same at the count exchange, and the next call may go on.
 _USABLE = (abi.Outcome.RANK_FAILURE, abi.Outcome.LAYER_MISMATCH, abi.Outcome.CAPACITY)
+# Of these the rank at fault has raised its own exception in the call itself.
+_OWN = (abi.Outcome.RANK_FAILURE, abi.Outcome.CAPACITY)
+
+NameOf = Callable[[int], str]  # fingerprint -> a layer's name
+
+
+class Failures:
+    """What the kernels of one heap have told this host, and what it has not raised yet.
+
+    Args:
+        address: of an ErrorRecord in page-locked memory, zeroed.
+        rank, world: of this rank in its group.
+        name_of: names a layer by its fingerprint.
+        layer_of: fingerprint of the layer that made a call, if it is known.
+
+    Attributes:
+        cause: what made the heap unusable; "" while it is usable.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        rank: int,
+        world: int,
+        name_of: NameOf,
+        layer_of: Callable[[int], int | None],
+    ) -> None:
+        self._record = abi.ErrorRecord.from_address(address)
+        self._rank, self._world = rank, world
+        self._name_of, self._layer_of = name_of, layer_of
+        self._heard: TileMoEError | None = None
+        self.cause = ""
+
+    def take(self) -> abi.ErrorRecord | None:
+        """What a kernel has told, once. It is whole as soon as its outcome is there."""
+        if self._record.outcome == abi.Outcome.OK:
+            return None
+        record = abi.ErrorRecord.from_buffer_copy(self._record)
+        self._record.outcome = abi.Outcome.OK
+        return record
+
+    def hear(self) -> None:
+        """Keep what has been told since the last look. Does not wait for the device."""
+        self.tell(self.take())
+
+    def tell(self, record: abi.ErrorRecord | None) -> None:
+        """Keep one record, or none."""
+        if record is None:
+            return
+        if record.outcome not in _USABLE:
+            self.cause = self.cause or describe(record)
+        elif record.peer != self._rank or record.outcome not in _OWN:
+            self._heard = self._heard or self._refusal(record)
+
+    def raise_heard(self, where: str) -> None:
+        """Raise what earlier calls have told: a failure that leaves the heap usable once, the cause
+        of an unusable one each time.
+
+        Args:
+            where: begins the message of the latter.
+        """
+        self.hear()
+        if self.cause:
+            raise DeadlineError(
+                f"{where}: the expert-parallel group has failed: {self.cause}. "
+                "ds_tilemoe.apply() on all ranks makes a new heap."
+            )
+        if self._heard is not None:
+            heard, self._heard = self._heard, None
+            raise heard
+
+    def _refusal(self, record: abi.ErrorRecord) -> TileMoEError:
+        layer = self._layer_of(record.epoch)
+        where = f"call {record.epoch}"
+        if layer is not None:
+            where = f"layer {self._name_of(layer)} ({where})"
+        peer = record.peer
+        if record.outcome == abi.Outcome.CAPACITY:
+            return too_many_tokens(where, peer, record.seen, record.wanted)
+        if record.outcome == abi.Outcome.LAYER_MISMATCH:
+            names = [self._name_of(fingerprint) for fingerprint in (record.wanted, record.seen)]
+            return RankFailure(
+                f"ranks run different layers in the same call ({record.epoch}): rank 0 {names[0]},"
+                f" rank {peer} {names[1]}; layers of a group must run in one order, dtype and mode"
+            )
+        if record.seen:
+            return RankFailure(
+                f"{where}: rank {peer} of the group called it in another way than before (dtype,"
+                f" autocast, dropout or other experts), and {self._world - record.seen} of"
+                f" {self._world} ranks did not; change it on all ranks in the same call"
+            )
+        return RankFailure(
+            f"{where}: rank {peer} of the group failed in its routing, and has raised why"
+        )
 
 
 def describe(record: abi.ErrorRecord) -> str:
     """What made a heap unusable."""
+    call = f"call {record.epoch}"
     if record.outcome == abi.Outcome.PLAN_OVERFLOW:
         return (
-            f"rank {record.rank} got a plan of {record.seen} rows in call {record.epoch}, its"
-            f" buffers hold {record.wanted}"
+            f"rank {record.rank} got a plan of {record.seen} rows in {call}, its buffers hold"
+            f" {record.wanted}"
         )
+    if record.outcome == abi.Outcome.HOST_FAILURE:
+        return f"rank {record.rank} of the group raised an exception in the middle of {call}"
     if record.outcome != abi.Outcome.DEADLINE:
-        return f"rank {record.rank} ended call {record.epoch} with outcome {record.outcome}"
-    who, call = f"rank {record.rank} of the group waited too long", f"call {record.epoch}"
+        return f"rank {record.rank} ended {call} with outcome {record.outcome}"
+    who = f"rank {record.rank} of the group waited too long"
     if record.wait == abi.Wait.COUNTS:
         return (
             f"{who} for the counts of rank {record.peer} ({call}, seen {record.seen}); all ranks"
@@ -35,41 +131,21 @@ def describe(record: abi.ErrorRecord) -> str:
         return (
             f"{who} for its own band {record.band} ({call}: {record.seen} of {record.wanted} tiles)"
         )
+    if record.wait == abi.Wait.DISPATCH:
+        return (
+            f"{who} for the tokens of its slot {record.band} in front of GEMM 1 ({call}:"
+            f" {record.seen} of {record.wanted} rows came)"
+        )
     return (
         f"{who} for rows of rank {record.peer} ({call}: {record.seen} of {record.wanted} rows came)"
     )
 
 
-def leaves_heap_usable(record: abi.ErrorRecord) -> bool:
-    """Whether every rank has found the same at the count exchange, and the next call may go on."""
-    return record.outcome in _USABLE
-
-
-def refusal(
-    record: abi.ErrorRecord,
-    shape: LayerShape,
-    problem: Exception | None,
-    group: dist.ProcessGroup | None,
-) -> TileMoEError:
-    """The error of such a call, the same on every rank. A collective of the group.
-
-    Args:
-        problem: why this rank had no routing, if it is the one.
-    """
-    peer = record.peer
-    if record.outcome == abi.Outcome.CAPACITY:
-        return CapacityError(
-            f"rank {peer} of the group has too many tokens in layer {shape.name}: needed"
-            f" {record.seen}, available {record.wanted}; set max_tokens_per_rank to the longest"
-            " call and apply() again"
-        )
-    if record.outcome == abi.Outcome.RANK_FAILURE:
-        texts = gather(problem and f"{type(problem).__name__}: {problem}", group)
-        return RankFailure(f"rank {peer} of the group failed in its routing: {texts[peer]}")
-    names = gather(shape.name, group)
-    return RankFailure(
-        f"ranks run different layers in the same call: rank 0 {names[0]}, rank {peer}"
-        f" {names[peer]}; layers of a group must run in one order"
+def too_many_tokens(where: str, rank: int, needed: int, available: int) -> CapacityError:
+    """The same on the rank that has them and on its peers."""
+    return CapacityError(
+        f"{where}: rank {rank} of the group has too many tokens: needed {needed}, available"
+        f" {available}; set max_tokens_per_rank to the longest call and apply() again"
     )
 
 

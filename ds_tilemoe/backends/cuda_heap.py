@@ -1,6 +1,7 @@
-"""Device memory of one expert-parallel group: a symmetric block a rank, plan arrays, GEMM buffers.
+"""Memory of one expert-parallel group on this rank: plan arrays, GEMM buffers, words for the host.
 
-Offsets inside a block and the reuse rule: csrc/common/control.h. The only allocator of the backend.
+The symmetric block beside them: cuda_blocks.py. Offsets inside a block and the reuse rule:
+csrc/common/control.h. The only allocators of the backend.
 
 Shape letters: E experts of the group, W ranks.
 """
@@ -8,58 +9,35 @@ Shape letters: E experts of the group, W ranks.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ds_tilemoe import transport
 from ds_tilemoe.backends import cuda_abi as abi
-from ds_tilemoe.errors import CapacityError, TileMoEError
+from ds_tilemoe.backends.cuda_errors import Failures
+from ds_tilemoe.backends.cuda_plan import HeapNeeds
+from ds_tilemoe.backends.cuda_records import RING_BYTES, RecordRing
 from ds_tilemoe.plan_abi import BAND_DTYPE, CHUNK_DTYPE, SEGMENT_DTYPE
-from ds_tilemoe.symmetric_heap import gather, group_timeout_s
 
-
-@dataclass(frozen=True)
-class HeapNeeds:
-    """What a heap must hold; equal on every rank.
-
-    Attributes:
-        max_experts: E of the layer with most experts.
-        max_tokens: tokens a rank that the rest was computed for.
-        recv_bytes: room of the block for the rows that peers send back.
-        rows_bytes, hidden_bytes, out_bytes: of a layout's rows in front of GEMM 1, GEMM 2 and
-            behind it.
-        bands, segments, chunks: of a plan.
-    """
-
-    max_experts: int = 0
-    max_tokens: int = 0
-    recv_bytes: int = 0
-    rows_bytes: int = 0
-    hidden_bytes: int = 0
-    out_bytes: int = 0
-    bands: int = 0
-    segments: int = 0
-    chunks: int = 0
-
-    def union(self, other: HeapNeeds) -> HeapNeeds:
-        """The smallest needs that cover both."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return HeapNeeds(*(max(pair) for pair in pairs))
+_STATUS_OFFSET = 24  # of CountRow::status
 
 
 class CudaHeap:
-    """The memory of this rank; a collective of the group makes it. See :func:`open_heap`.
+    """The memory of this rank. cuda_blocks.open_heap makes it, on all ranks together.
 
     Attributes:
         needs: what it was made for.
         view: this rank's view of the group, for every kernel's params.
+        plan: where the planner writes; for the params of a layer's exchange.
         counts: [W * max_experts] int32, room for C; ``counts_on_host`` its page-locked copy.
-        rows, hidden, out: uint8 GEMM buffers, shared by all layers of the group.
+        hidden, out: uint8 GEMM buffers, shared by all layers of the group, as is ``rows``.
+        pes: device address of [W] int32, the transport's numbers of the ranks; or None.
+        ring: records of the calls.
+        failures: what the kernels have told this host.
+        names: of the layers, by fingerprint.
+        is_captured: a CUDA graph holds its addresses.
+        router_start_address: where a router writes the time when it began.
     """
 
     def __init__(
@@ -74,23 +52,31 @@ class CudaHeap:
         self.library = library
         self.device = device
         self.world = world
-        # Of the local memory first: it may not be there, which has to be said before a peer waits.
+        names: dict[int, str] = {}
+        self.names = names
+        self.is_captured = False
+        self.pes: int | None = None
         self._memory: list[Tensor] = []
         experts = needs.max_experts
         self.counts = self._room(4 * world * experts).view(torch.int32)
         self.counts_on_host = page_locked(4 * world * experts).view(torch.int32)
-        self.rows = self._room(needs.rows_bytes)
         self.hidden = self._room(needs.hidden_bytes)
         self.out = self._room(needs.out_bytes)
         self.run_row = self._room(8 * experts).view(torch.int64)
         self.expert_row = self._room(8 * (experts + 1)).view(torch.int64)
         self._state = self._room(library.tilemoe_state_bytes(needs.bands))
-        self._pinned = page_locked(256)
-        address = self._pinned.data_ptr()
-        self._error = abi.ErrorRecord.from_address(address)
-        self._stats = abi.IterationStats.from_address(address + 128)
+        self._told = page_locked(128)
+        self._records = page_locked(RING_BYTES)
+        self.ring = RecordRing(self._records.numpy())
+        self.failures = Failures(
+            self._told.data_ptr(),
+            rank,
+            world,
+            lambda fingerprint: names.get(fingerprint, "that is not known here"),
+            self.ring.layer_of,
+        )
         self.offsets = abi.BlockOffsets()
-        shape = abi.BlockShape(world, experts, needs.recv_bytes)
+        shape = abi.BlockShape(world, experts, needs.slots, needs.recv_bytes, needs.dispatch_bytes)
         library.tilemoe_block_offsets(shape, self.offsets)
         self.plan = abi.PlanKernelParams()
         view = self.plan.view
@@ -103,35 +89,56 @@ class CudaHeap:
         view.recv_row = self._address(8 * (experts + 1))
         self.plan.sizes = self._address(ctypes.sizeof(abi.PlanSizes))
         self.plan.overflow = self._address(4)
+        self.plan.front_bands = self._address(4 * needs.bands)
         self.plan.counts = self.counts.data_ptr()
         self.view = abi.RankView(world=world, rank=rank, offsets=self.offsets)
         self.view.state = self._state.data_ptr()
         self.view.half_bytes = library.tilemoe_half_bytes(needs.bands)
-        self.view.host_error = address
+        self.view.host_error = self._told.data_ptr()
+        self.router_start_address = self.view.state + abi.State.router_start_ns.offset
+
+    def connect(
+        self, block: Tensor, addresses: Sequence[int], pes: Sequence[int] | None = None
+    ) -> None:
+        """Takes the blocks.
+
+        Args:
+            block: [block_bytes] uint8, this rank's own; kept alive by its owner.
+            addresses: of the ranks' blocks on this device.
+            pes: the transport's numbers of the ranks.
+        """
+        self._block = block
+        self.view.blocks = self._table(addresses, torch.int64)
+        if pes is not None:
+            self.pes = self._table(pes, torch.int32)
 
     @property
-    def stats_address(self) -> int:
-        """Where scale writes the times of an iteration: page-locked host memory."""
-        return ctypes.addressof(self._stats)
+    def rows(self) -> Tensor:
+        """The room in front of GEMM 1, uint8: peers write into it."""
+        first = self.offsets.dispatch
+        return self._block[first : first + self.needs.dispatch_bytes]
 
     @property
-    def stats(self) -> abi.IterationStats:
-        """What stands there; of a forward whose end the caller has waited for."""
-        return self._stats
+    def records_address(self) -> int:
+        """Of the ring, as kernels see it."""
+        return self._records.data_ptr()
 
-    def take_error(self) -> abi.ErrorRecord | None:
-        """What a kernel has told the host, once. It is whole as soon as its outcome is there."""
-        if self._error.outcome == abi.Outcome.OK:
-            return None
-        record = abi.ErrorRecord.from_buffer_copy(self._error)
-        self._error.outcome = abi.Outcome.OK
-        return record
+    def statuses(self, epoch: int) -> list[int]:
+        """What each rank said of itself in the count exchange of ``epoch``. Waits for the device.
 
-    def connect(self, blocks: list[int]) -> None:
-        """Takes the addresses, on this device, of the ranks' blocks."""
-        table = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        self._memory.append(table)
-        self.view.blocks = table.data_ptr()
+        Right until this rank launches the exchange after the next.
+        """
+        half = epoch % 2 * self.world
+        found = []
+        for source in range(self.world):
+            row = self.offsets.counts + (half + source) * self.offsets.count_row_bytes
+            word = self._block[row + _STATUS_OFFSET : row + _STATUS_OFFSET + 4]
+            found.append(int(word.view(torch.int32).item()))
+        return found
+
+    def room(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8 of zeroed device memory that lives as long as the heap."""
+        return self._room(nbytes)
 
     def _room(self, nbytes: int) -> Tensor:
         # Never empty: a kernel's params want an address.
@@ -142,85 +149,10 @@ class CudaHeap:
     def _address(self, nbytes: int) -> int:
         return self._room(nbytes).data_ptr()
 
-
-# Symmetric blocks of this process by number, which is equal on all ranks; the heap of each, so that
-# a block whose heap is gone on every rank can be given back when all ranks meet.
-_blocks: dict[int, tuple[transport.Transport, weakref.ref[CudaHeap], Tensor]] = {}
-_next_block = 0
-
-
-def open_heap(
-    needs: HeapNeeds,
-    library: ctypes.CDLL,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    wait_timeout_s: float,
-) -> CudaHeap:
-    """A new heap, zeroed on every rank. A collective of the group, which is the whole world.
-
-    Raises:
-        CapacityError: a rank has too little memory; on every rank.
-        BuildError: NVSHMEM does not start; on every rank.
-        TileMoEError: a peer's memory is not mapped; on every rank.
-    """
-    world = 1 if group is None else dist.get_world_size(group)
-    rank = 0 if group is None else dist.get_rank(group)
-    heap, problem = None, ""
-    try:
-        heap = CudaHeap(needs, library, device, rank, world)
-    except torch.OutOfMemoryError as error:
-        problem = str(error).partition("\n")[0]
-    for peer, text in enumerate(gather(problem, group)):
-        if text:
-            raise CapacityError(
-                f"rank {peer} of the group: the buffers of {needs.max_tokens} tokens a rank do not"
-                f" fit its GPU ({text}); set a smaller max_tokens_per_rank"
-            )
-    assert heap is not None
-    if group is None:
-        heap.connect([heap._address(heap.offsets.block_bytes)])
-    else:
-        heap.connect(_symmetric_block(heap, group, rank))
-    heap.view.wait_timeout_ns = int(wait_timeout_s * 1e9)
-    torch.cuda.synchronize(device)
-    gather(None, group)  # no peer writes into a block that is not zeroed yet
-    return heap
-
-
-def _symmetric_block(heap: CudaHeap, group: dist.ProcessGroup, rank: int) -> list[int]:
-    """Addresses of all ranks' new blocks on this device."""
-    global _next_block
-    link = transport.start(heap.library)
-    free_abandoned_blocks(link, group)
-    block = link.allocate(heap.offsets.block_bytes)
-    block.zero_()
-    _blocks[_next_block] = (link, weakref.ref(heap), block)
-    _next_block += 1
-    ranks = [dist.get_global_rank(group, peer) for peer in range(heap.world)]
-    addresses = [link.peer_pointer(block, peer) for peer in ranks]
-    missing = [peer for peer, address in enumerate(addresses) if address is None]
-    for peer, found in enumerate(gather(missing, group)):
-        if found:
-            raise TileMoEError(
-                f"rank {peer} of the group: the memory of ranks {found} is not mapped on its GPU;"
-                " wanted GPUs that reach each other by NVLink or PCIe peer access"
-            )
-    return [address for address in addresses if address is not None]
-
-
-def free_abandoned_blocks(link: transport.Transport, group: dist.ProcessGroup) -> None:
-    """Gives back blocks whose heap no rank has any more. A collective of the world."""
-    for number in [n for n, (owner, _, _) in _blocks.items() if owner is not link]:
-        del _blocks[number]  # that NVSHMEM has been closed, and its memory with it
-    torch.cuda.synchronize()
-    mine = {number for number, (_, heap, _) in _blocks.items() if heap() is None}
-    for number in sorted(set.intersection(*gather(mine, group))):
-        link.free(_blocks.pop(number)[2])
-
-
-def exchange_timeout_ns(group: dist.ProcessGroup | None) -> int:
-    """For a peer that has not come yet: the process group's own timeout."""
-    return int(group_timeout_s(group, "cuda") * 1e9)
+    def _table(self, numbers: Sequence[int], dtype: torch.dtype) -> int:
+        table = torch.tensor(numbers, dtype=dtype, device=self.device)
+        self._memory.append(table)
+        return table.data_ptr()
 
 
 def page_locked(nbytes: int) -> Tensor:

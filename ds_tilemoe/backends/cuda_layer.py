@@ -1,115 +1,76 @@
-"""What the CUDA backend keeps of one layer: bounds of its plan, its two GEMMs, params of kernels.
+"""What the CUDA backend keeps of one layer: its two GEMMs, params of kernels, and their launches.
 
-Shape letters: T tokens of this rank, K top-k, E experts, E_l of this rank, W ranks, N output width.
+Shape letters: T tokens of this rank, K top-k, E experts, E_l of this rank, W ranks, H hidden,
+F ffn, N output width, M rows of the layout.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ds_tilemoe.backends import cuda_abi as abi
-from ds_tilemoe.backends.base import Expert, FrontGemm, LayerShape
-from ds_tilemoe.backends.cuda_gemm import GroupedGemm
-from ds_tilemoe.backends.cuda_heap import CudaHeap, HeapNeeds
-from ds_tilemoe.combine_plan import plan_bounds
+from ds_tilemoe.backends.base import Expert, Experts, LayerShape
+from ds_tilemoe.backends.cuda_functions import check
+from ds_tilemoe.backends.cuda_gemm import LayerGemms, readable
+from ds_tilemoe.backends.cuda_heap import CudaHeap
+from ds_tilemoe.backends.cuda_plan import (
+    fingerprint,
+    tail_bands,
+)
 from ds_tilemoe.config import TileOverlapConfig
-from ds_tilemoe.errors import CapacityError, PlanError
-from ds_tilemoe.plan_abi import INT32_MAX, Layout, PlanParams, PlanSizes
-
-CHUNK_BYTES = 64 * 1024
-# At most this wide, tiles of 128 columns beside the consumer save a wave: docs/gpu-notes.md.
-NARROW = 1024
-# All local bands last re-reads weights: 28 % of the GEMM at 64 local experts, 4 % at 32, nothing at
-# 16, and two waves cover the copy's tail in each: docs/gpu-notes.md.
-AUTO_TAIL_WAVES = 2
-LAYOUTS = {"auto": Layout.COMPACT, "compact": Layout.COMPACT, "aligned": Layout.ALIGNED}
+from ds_tilemoe.cost_model import Work
+from ds_tilemoe.plan_abi import PlanParams, PlanSizes
+from ds_tilemoe.routing import Places
 
 
-def down_tile_n(config: TileOverlapConfig, out: int) -> int:
-    """Columns of a tile of GEMM 2."""
-    if config.tile_n != "auto":
-        return config.tile_n
-    return 128 if out <= NARROW else 256
+class Split(NamedTuple):
+    """How a rank sends its rows back in one call; its own business.
 
-
-def tail_waves(config: TileOverlapConfig) -> int | str:
-    """Waves of local tiles that go last: a number or "all"."""
-    waves = config.local_tail_waves
-    return AUTO_TAIL_WAVES if waves == "auto" else waves
-
-
-def plan_params(
-    shape: LayerShape, config: TileOverlapConfig, rank: int, world: int, sms: int
-) -> PlanParams:
-    """What a plan of this layer depends on besides the counts."""
-    joined, waves = config.bands_per_segment, tail_waves(config)
-    n_tiles = -(-shape.out // down_tile_n(config, shape.out))
-    return PlanParams(
-        world=world,
-        rank=rank,
-        local_experts=shape.num_experts // world,
-        tile_m=abi.TILE_M,
-        layout=LAYOUTS[config.layout],
-        bands_per_segment=1 if joined == "auto" else joined,
-        local_tail_bands=-1 if waves == "all" else min(waves * -(-sms // n_tiles), INT32_MAX),
-        chunk_rows=max(1, CHUNK_BYTES // (shape.out * shape.dtype.itemsize)),
-    )
-
-
-def most_rows_in(shape: LayerShape, params: PlanParams, max_tokens: int) -> int:
-    """Rows that a rank may be sent: a token goes to an expert at most once."""
-    return params.world * max_tokens * min(shape.topk, params.local_experts)
-
-
-def bounds_of(shape: LayerShape, params: PlanParams, max_tokens: int) -> PlanSizes:
-    """Of every plan of this layer at ``max_tokens`` tokens a rank.
-
-    Raises:
-        CapacityError: more rows than the kernels can count.
+    Attributes:
+        num_consumer_ctas: SMs of the consumer kernel.
+        local_tail_waves: waves of local tiles that go last, or "all".
+        bands_per_segment: see plan_abi.PlanParams.
+        mover: abi.Mover.
     """
-    problem = ""
-    try:
-        bounds = plan_bounds(params, most_rows_in(shape, params, max_tokens))
-        if bounds.rows > INT32_MAX:
-            problem = f"{bounds.rows} rows, wanted at most {INT32_MAX}"
-    except PlanError as error:
-        problem = str(error)
-    if problem:
-        raise CapacityError(
-            f"layer {shape.name} at max_tokens_per_rank {max_tokens}: {problem}; set a smaller"
-            " max_tokens_per_rank"
-        )
-    return bounds
+
+    num_consumer_ctas: int
+    local_tail_waves: int | str
+    bands_per_segment: int
+    mover: abi.Mover
 
 
-def needs_of(shape: LayerShape, bounds: PlanSizes, max_tokens: int) -> HeapNeeds:
-    """What one layer wants of the heap."""
-    size = shape.dtype.itemsize
-    return HeapNeeds(
-        max_experts=shape.num_experts,
-        max_tokens=max_tokens,
-        recv_bytes=max_tokens * shape.topk * shape.out * size,
-        rows_bytes=bounds.rows * shape.hidden * size,
-        hidden_bytes=bounds.rows * shape.ffn * size,
-        out_bytes=bounds.rows * shape.out * size,
-        bands=bounds.bands,
-        segments=bounds.segments,
-        chunks=bounds.chunks,
-    )
+class Call(NamedTuple):
+    """One call's tensors, to be held until its last launch.
+
+    Attributes:
+        y: [T, N], what scale writes.
+        x: [T, H], as kernels read it.
+        places: of the routes.
+        held: what else the params point to.
+    """
+
+    y: Tensor
+    x: Tensor
+    places: Places
+    held: tuple[Tensor, ...]
 
 
 class CudaLayer:
     """Params of one layer's kernels on one heap.
 
     Attributes:
+        shape: the layer.
+        fingerprint: of the layer, as kernels and records have it.
         local_experts: E_l.
         rows_in: most rows that dispatch may bring.
-        rows: [rows, H], what dispatch fills. ``hidden``: [rows, F], what GEMM 2 reads.
-        exchange, combine: params of the launches; what changes from call to call is set there.
+        rows: [M, H], what dispatch fills. ``hidden``: [M, F], what GEMM 2 reads.
+        is_fused: rows come by GEMM 1's kernel.
+        work: GEMM 2, as the cost model sees it.
     """
 
     def __init__(
@@ -119,102 +80,179 @@ class CudaLayer:
         params: PlanParams,
         bounds: PlanSizes,
         config: TileOverlapConfig,
+        sms: int,
     ) -> None:
-        self.shape, self._heap, self._bounds = shape, heap, bounds
+        self.shape, self._heap, self._bounds, self._sms = shape, heap, bounds, sms
+        self._config = config
+        self.fingerprint = fingerprint(shape, config)
         self.local_experts = params.local_experts
         self.rows_in = bounds.valid_rows
         self.rows = self._matrix(heap.rows, shape.hidden)
         self.hidden = self._matrix(heap.hidden, shape.ffn)
-        self._fronts: dict[tuple[str, int], GroupedGemm] = {}
-        self._down = self._gemm(
-            self.hidden,
-            self._matrix(heap.out, shape.out),
-            tile_n=down_tile_n(config, shape.out),
-        )
-        self.exchange = abi.ExchangeParams(view=heap.view, plan=heap.plan)
-        self.exchange.counts = heap.plan.counts
-        self.exchange.layer = fingerprint(shape, config)
-        plan = self.exchange.plan
+        self.is_fused = shape.dispatch == "fused"
+        out = self._matrix(heap.out, shape.out)
+        self._gemms = LayerGemms(shape, heap, config, self.rows, self.hidden, out, sms)
+        tiling = self._gemms.tiling(0)
+        self._front, self._down = tiling.front, tiling.down  # of the call at hand
+        self._stamp: object | None = None  # of the experts whose operands the GEMMs have
+        self._exchange = abi.ExchangeParams(view=heap.view, plan=heap.plan)
+        self._exchange.counts = heap.plan.counts
+        self._exchange.layer = self.fingerprint
+        self._exchange.max_tokens = heap.needs.max_tokens
+        plan = self._exchange.plan
         plan.params = abi.PlanParams(*dataclasses.astuple(params))
         plan.capacity = abi.PlanCapacity(bounds.rows, bounds.bands, bounds.segments, bounds.chunks)
-        self.combine = abi.aligned(abi.CombineParams)
-        self.combine.kind = self._down.kind
-        out = heap.out.data_ptr()
-        ship = abi.ShipParams(
-            view=heap.view,
-            segments=plan.view.segments,
-            chunks=plan.view.chunks,
-            rows=out,
-            row_bytes=shape.out * shape.dtype.itemsize,
-            n_tiles=self._down.n_tiles,
+        self._plan_params = plan.params  # a view, as is the next
+        self._combine = self._make_combine()
+        self._scale = self._combine.scale
+        row_bytes = shape.out * shape.dtype.itemsize
+        self.work = Work(
+            tile_m=params.tile_m,
+            tile_n=self._gemms.wide_down.kind.tile_n,
+            n_tiles=self._gemms.wide_down.n_tiles,
+            k=shape.ffn,
+            row_bytes=row_bytes,
+            chunk_bytes=params.chunk_rows * row_bytes,
+            local_experts=params.local_experts,
+            world=params.world,
         )
-        self._down.params.ship = ship
-        scale = self.combine.scale
+        heap.names[self.fingerprint] = shape.name
+
+    def is_small(self, tokens: int) -> bool:
+        """Whether GEMM 2 of a call with so many tokens has no more tiles than the GPU has SMs."""
+        return self._gemms.tiling(tokens).is_small
+
+    def prepare(
+        self, x: Tensor, experts: Sequence[Expert], ids: Tensor, weights: Tensor, places: Places
+    ) -> Call:
+        """Makes all that the launches need, so that little can go wrong between them.
+
+        Args:
+            x: [T, H].
+            experts: E_l.
+            ids: [T, K] int32, contiguous.
+            weights: [T, K].
+            places: of these routes.
+        """
+        weights, x = weights.float().contiguous(), readable(x)
+        tokens = ids.shape[0]
+        y = torch.empty(tokens, self.shape.out, dtype=self.shape.dtype, device=x.device)
+        stamp = experts.stamp if isinstance(experts, Experts) else None
+        if stamp is None or stamp is not self._stamp:
+            self._stamp = None
+            if self._gemms.take(experts):
+                self._stamp = stamp
+        tiling = self._gemms.tiling(tokens)
+        self._front, self._down = tiling.front, tiling.down
+        self._combine.kind = tiling.down.kind
+        if tiling.front is not None:
+            dispatch = tiling.front.params.dispatch
+            dispatch.x, dispatch.sources = x.data_ptr(), places.sources.data_ptr()
+        scale = self._scale
+        scale.expert_ids, scale.weights = ids.data_ptr(), weights.data_ptr()
+        scale.positions = places.positions.data_ptr()
+        scale.y, scale.tokens = y.data_ptr(), tokens
+        return Call(y, x, places, (ids, weights))
+
+    @property
+    def has_front_gemm(self) -> bool:
+        """Whether GEMM 1 makes the front of the call at hand."""
+        return self._front is not None
+
+    def launch_exchange(
+        self,
+        status: int,
+        tokens: int,
+        places: Places | None,
+        split: Split,
+        wanted_ctas: int | None,
+        group_timeout_ns: int,
+        stream: int,
+    ) -> None:
+        """Count exchange and plan.
+
+        Args:
+            status: 0, or why this rank has no rows: see exchange.h.
+            tokens: T.
+            places: None where the counts do not matter.
+            wanted_ctas: address of a page-locked word that takes the place of the split's number.
+            group_timeout_ns: for a peer that has not come yet.
+            stream: a cudaStream_t, as below.
+        """
+        params = self._exchange
+        params.own_counts = params.counts if places is None else places.counts.data_ptr()
+        params.status, params.tokens = status, tokens
+        params.group_timeout_ns = group_timeout_ns
+        params.consumer_ctas, params.wanted_ctas = split.num_consumer_ctas, wanted_ctas
+        plan = self._plan_params
+        plan.bands_per_segment = split.bands_per_segment
+        plan.local_tail_bands = tail_bands(split.local_tail_waves, self._down.n_tiles, self._sms)
+        check(
+            self._heap.library.tilemoe_exchange_launch(params, stream),
+            "the launch of the count exchange",
+        )
+
+    def launch_front(self, stream: int) -> None:
+        """Dispatch, unless it has taken place, and GEMM 1."""
+        gemm = self._front
+        assert gemm is not None
+        gemm.set_grid(self._sms)
+        check(
+            self._heap.library.tilemoe_producer_launch(gemm.params, gemm.kind, self._sms, stream),
+            "the launch of GEMM 1",
+        )
+
+    def launch_combine(
+        self, split: Split, on_device: bool, side: int, events: tuple[int, int], stream: int
+    ) -> None:
+        """GEMM 2 beside the return of its rows, then the weighted sum.
+
+        Args:
+            on_device: the split's number is the most, and the wanted word decides.
+            side: stream of the consumer; events: begin and end of it.
+        """
+        params, down = self._combine, self._down
+        beside = split.mover is abi.Mover.SM and not on_device
+        down.set_grid(self._sms - split.num_consumer_ctas if beside else self._sms)
+        params.producer = down.params
+        params.mover, params.num_consumer_ctas = split.mover, split.num_consumer_ctas
+        params.device_split = int(on_device and split.mover is abi.Mover.SM)
+        params.consumer_stream = side
+        params.begin, params.end = events
+        check(
+            self._heap.library.tilemoe_combine_launch(params, stream),
+            "the launch of GEMM 2 and the combine",
+        )
+
+    def _make_combine(self) -> abi.CombineParams:
+        heap, shape, plan = self._heap, self.shape, self._heap.plan
+        params = abi.aligned(abi.CombineParams)
+        params.sms = self._sms
+        params.transport, params.pes = abi.Transport.MAPPED, heap.pes
+        if self._config.transport == "nvshmem" and heap.pes is not None:
+            params.transport = abi.Transport.PUT
+        out = heap.out.data_ptr()
+        for gemm in self._gemms.downs:
+            gemm.params.ship = abi.ShipParams(
+                view=heap.view,
+                segments=plan.view.segments,
+                chunks=plan.view.chunks,
+                rows=out,
+                row_bytes=shape.out * shape.dtype.itemsize,
+                n_tiles=gemm.n_tiles,
+            )
+        scale = params.scale
         scale.view = heap.view
         scale.run_row = plan.view.run_row
         scale.arrival_target = plan.view.arrival_target
         scale.recv_row = plan.view.recv_row
-        scale.rows = out
+        scale.rows, scale.records = out, heap.records_address
         scale.topk, scale.n = shape.topk, shape.out
         scale.local_experts = self.local_experts
         scale.dtype = abi.DTYPES[shape.dtype]
-
-    def set_down(self, experts: Sequence[Expert], grid: int) -> None:
-        """The weights and the tile order of GEMM 2 into ``combine``."""
-        self._down.set_operands([e.down_weight for e in experts], [e.down_bias for e in experts])
-        self._down.set_grid(grid)
-        self.combine.producer = self._down.params
-
-    def front(self, fronts: Sequence[FrontGemm], grid: int) -> GroupedGemm:
-        """GEMM 1 with these weights, ready to be launched."""
-        key = (fronts[0].activation, len(fronts[0].weights))
-        if key not in self._fronts:
-            self._fronts[key] = self._gemm(
-                self.rows,
-                self.hidden,
-                tile_n=256,
-                gated=len(fronts[0].weights) == 2,
-                activation=fronts[0].activation,
-                front=True,
-            )
-        gemm = self._fronts[key]
-        matrices = range(len(fronts[0].weights))
-        gemm.set_operands(
-            [front.weights[i] for i in matrices for front in fronts],
-            [front.biases[i] for i in matrices for front in fronts],
-        )
-        gemm.set_grid(grid)
-        return gemm
-
-    def _gemm(self, a: Tensor, d: Tensor, **options: object) -> GroupedGemm:
-        return GroupedGemm(
-            self._heap,
-            self.shape.dtype,
-            a=a.data_ptr(),
-            d=d.data_ptr(),
-            rows=self._bounds.rows,
-            n=d.shape[1],
-            k=a.shape[1],
-            experts=self.local_experts,
-            **options,  # type: ignore[arg-type]
-        )
+        return params
 
     def _matrix(self, buffer: Tensor, columns: int) -> Tensor:
         numbers = self._bounds.rows * columns
         typed = buffer[: numbers * self.shape.dtype.itemsize].view(self.shape.dtype)
         return typed.view(self._bounds.rows, columns)
-
-
-def common_front(experts: Sequence[Expert]) -> list[FrontGemm] | None:
-    """The fronts of all experts if one GEMM with one activation makes them."""
-    fronts = [expert.front_gemm for expert in experts]
-    known = [front for front in fronts if front is not None]
-    if len(known) < len(fronts) or len({(f.activation, len(f.weights)) for f in known}) != 1:
-        return None
-    return known
-
-
-def fingerprint(shape: LayerShape, config: TileOverlapConfig) -> int:
-    """Equal on ranks that run the same layer."""
-    text = f"{shape}{LAYOUTS[config.layout].name}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

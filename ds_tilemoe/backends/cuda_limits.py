@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ds_tilemoe.backends import cuda_abi as abi
-from ds_tilemoe.backends.base import LayerShape
+from ds_tilemoe.backends.base import Expert, FrontGemm, LayerShape
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import ConfigError
+from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK
 
 COMPUTE_CAPABILITY = (9, 0)
 # Words of C, and of one row more, that the planner kernel holds in shared memory.
-MAX_COUNT_WORDS = 47_000
+MAX_COUNT_WORDS = 46_000
 
 
-def layer_obstacle(shape: LayerShape, group_ranks: int, world_ranks: int) -> str | None:
+def layer_obstacle(shape: LayerShape, group_ranks: int) -> str | None:
     """Why the kernels cannot run a layer; None if they can.
 
     Args:
         shape: the layer.
         group_ranks: ranks of its expert-parallel group.
-        world_ranks: ranks of the job.
     """
     if shape.dtype not in abi.DTYPES:
         name = str(shape.dtype).removeprefix("torch.")
@@ -29,21 +31,68 @@ def layer_obstacle(shape: LayerShape, group_ranks: int, world_ranks: int) -> str
         width = getattr(shape, what)
         if width % 8:
             return f"its {what} width is {width}; on CUDA it has to be a multiple of 8"
-    if group_ranks not in (1, world_ranks):
-        return (
-            f"its expert-parallel group has {group_ranks} of {world_ranks} ranks; on CUDA only"
-            " groups of one rank or of all are supported so far"
-        )
     if group_ranks > abi.MAX_WORLD:
         return f"its group has {group_ranks} ranks; on CUDA at most {abi.MAX_WORLD} are supported"
-    local = shape.num_experts // group_ranks
-    if local > abi.MAX_LOCAL_EXPERTS or shape.num_experts * (group_ranks + 1) > MAX_COUNT_WORDS:
+    if shape.topk > MAX_TOPK:
+        return f"its gate chooses {shape.topk} experts; on CUDA at most {MAX_TOPK} are supported"
+    most = min(MAX_EXPERTS, MAX_COUNT_WORDS // (group_ranks + 1))
+    if shape.num_experts > most:
         return (
-            f"it has {shape.num_experts} experts on {group_ranks} ranks; on CUDA at most"
-            f" {abi.MAX_LOCAL_EXPERTS} a rank, and {MAX_COUNT_WORDS // (group_ranks + 1)} in all,"
-            " are supported"
+            f"it has {shape.num_experts} experts on {group_ranks} ranks; on CUDA at most {most} are"
+            " supported"
         )
     return None
+
+
+def fused_obstacle(experts: Sequence[Expert], dtype: torch.dtype | None) -> str | None:
+    """Why rows cannot go to these experts by GEMM 1's kernel; None if they can.
+
+    Args:
+        experts: of this rank.
+        dtype: of the rows.
+    """
+    if common_front(experts) is None:
+        return "its experts' front is not one GEMM with GELU, SiLU or ReLU"
+    if any(expert.down_weight.dtype != dtype for expert in experts):
+        return "autocast makes new weights in every call"
+    return None
+
+
+def choose_dispatch(experts: Sequence[Expert], dtype: torch.dtype | None, wanted: str) -> str:
+    """How rows go to these experts, "fused" or "nccl".
+
+    Args:
+        experts: of this rank.
+        dtype: of the rows.
+        wanted: the setting.
+
+    Raises:
+        ConfigError: "fused" is wanted and cannot be.
+    """
+    reason = fused_obstacle(experts, dtype)
+    if wanted == "fused" and reason:
+        raise ConfigError(
+            f'tile_overlap.dispatch: got "fused", and {reason}; wanted "auto" or "nccl"; fix: '
+            "change it"
+        )
+    return "nccl" if reason else "fused" if wanted == "auto" else wanted
+
+
+def common_front(experts: Sequence[Expert]) -> list[FrontGemm] | None:
+    """The fronts of all experts if one GEMM with one activation makes them."""
+    fronts = [expert.front_gemm for expert in experts]
+    known = [front for front in fronts if front is not None]
+    if len(known) < len(fronts) or len({(f.activation, len(f.weights)) for f in known}) != 1:
+        return None
+    return known
+
+
+def router_fault(reason: str) -> str:
+    """What to say where ``router`` is "fused" and the router does not cover a gate."""
+    return (
+        f'tile_overlap.router: got "fused", and {reason}; wanted a gate that the fused router'
+        ' covers; fix: write "auto", or change the gate'
+    )
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -68,7 +117,8 @@ def check_config(config: TileOverlapConfig, sms: int) -> None:
         if value != "auto" and value not in values:
             text = " or ".join(map(str, values))
             faults.append(f"tile_overlap.{name}: got {value}; wanted {text} on CUDA, or auto")
-    for name in ("num_consumer_ctas", "min_consumer_ctas", "max_consumer_ctas"):
+    counts = ("num_consumer_ctas", "min_consumer_ctas", "max_consumer_ctas", "num_dispatch_ctas")
+    for name in counts:
         value = getattr(config, name)
         if value != "auto" and value >= sms:
             faults.append(

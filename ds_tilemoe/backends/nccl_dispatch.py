@@ -1,61 +1,59 @@
 """Dispatch by the group's all_to_all: rows of this rank's tokens into their experts' layout.
 
-It needs the counts on the host, so each forward waits once for the device.
+It needs the counts on the host, so each forward waits once for the device. It serves layers whose
+front is not one GEMM, which need the counts on the host anyway.
 
-Shape letters: T tokens of this rank, K top-k, E experts of the group, W ranks, H hidden, M rows.
+Shape letters: T tokens of this rank, E experts of the group, E_l of this rank, W ranks, H hidden,
+F ffn, M rows of the layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_tilemoe.plan_abi import Int64Array
+from ds_tilemoe.backends.base import Expert
+from ds_tilemoe.plan_abi import Int64Array, Layout
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where this rank's routes stand in its runs, made on the device without waiting for it.
+class Counts(NamedTuple):
+    """What the count exchange has brought.
 
     Attributes:
-        counts: [E] int32, this rank's row of C.
-        positions: [T, K] int32, earlier routes of this rank to the same expert; of a dropped route
-            no meaning.
-        order: [T * K] int64, routes by expert, then in (token, k) order; dropped ones last.
+        on_host: C [W, E] int64.
+        on_device: the same, int32.
+        first_rows: [E_l + 1], first layout row of each local expert, then all rows.
     """
 
-    counts: Tensor
-    positions: Tensor
-    order: Tensor
+    on_host: Int64Array
+    on_device: Tensor
+    first_rows: list[int]
 
 
-def find_places(expert_ids: Tensor, num_experts: int) -> Places:
-    """Counts and positions of routes.
+def await_counts(on_device: Tensor, page_locked: Tensor, expert_row: Tensor) -> Counts:
+    """Waits for the device.
 
     Args:
-        expert_ids: [T, K] int32, -1 = dropped.
+        on_device: C [W, E] int32.
+        page_locked: [W, E] int32 on the host.
+        expert_row: [E_l + 1] int64 of the plan.
     """
-    flat = expert_ids.flatten()
-    experts = torch.where(flat < 0, num_experts, flat)
-    ordered, order = torch.sort(experts, stable=True)
-    bounds = torch.arange(num_experts + 1, dtype=ordered.dtype, device=flat.device)
-    first = torch.searchsorted(ordered, bounds)  # dropped routes begin at first[E]
-    places = torch.arange(flat.numel(), device=flat.device) - first[ordered.long()]
-    positions = torch.empty_like(expert_ids)
-    positions.view(-1)[order] = places.to(positions.dtype)
-    return Places(first.diff().to(torch.int32), positions, order)
+    page_locked.copy_(on_device, non_blocking=True)
+    first_rows = expert_row.tolist()  # waits for both copies
+    return Counts(page_locked.numpy().astype(np.int64), on_device, first_rows)
 
 
 def layout_rows(runs: Tensor, run_row: Tensor, rows: int) -> Tensor:
     """Layout row of each row that comes in, source by source, expert by expert.
 
     Args:
-        runs: [W, E / W] int, rows of each run: C's columns of this rank's experts.
-        run_row: [E / W, W] int64, first layout row of each run, of the plan.
+        runs: [W, E_l] int, rows of each run: C's columns of this rank's experts.
+        run_row: [E_l, W] int64, first layout row of each run, of the plan.
         rows: sum of runs, so that nobody has to ask the device.
 
     Returns:
@@ -68,10 +66,8 @@ def layout_rows(runs: Tensor, run_row: Tensor, rows: int) -> Tensor:
 
 def dispatch(
     x: Tensor,
-    places: Places,
-    topk: int,
-    counts: Int64Array,
-    counts_on_device: Tensor,
+    sources: Tensor,
+    counts: Counts,
     run_row: Tensor,
     rank: int,
     group: dist.ProcessGroup | None,
@@ -81,16 +77,16 @@ def dispatch(
 
     Args:
         x: [T, H], contiguous.
-        counts: C [W, E] on the host; ``counts_on_device`` the same, int32.
-        run_row: [E / W, W] int64 on the device.
+        sources: [kept routes, or more] int32, token of each kept route by expert.
+        counts: of this call.
+        run_row: [E_l, W] int64 on the device.
         group: None for W = 1.
-        layout: [rows of the layout, H], written here; pad rows are left as they are.
+        layout: [M, H], written here; pad rows are left as they are.
     """
-    world, experts = counts.shape
-    per_rank = counts.reshape(world, world, experts // world).sum(axis=2)  # [source, destination]
+    world, experts = counts.on_host.shape
+    per_rank = counts.on_host.reshape(world, world, -1).sum(axis=2)  # [source, destination]
     send, receive = per_rank[rank].tolist(), per_rank[:, rank].tolist()
-    kept = int(np.sum(send))
-    outgoing = x[places.order[:kept] // topk]
+    outgoing = x[sources[: sum(send)]]
     incoming = outgoing
     if group is not None:
         incoming = x.new_empty(sum(receive), x.shape[1])
@@ -98,4 +94,28 @@ def dispatch(
     if incoming.shape[0] == 0:
         return
     own = slice(rank * (experts // world), (rank + 1) * (experts // world))
-    layout[layout_rows(counts_on_device[:, own], run_row, incoming.shape[0])] = incoming
+    layout[layout_rows(counts.on_device[:, own], run_row, incoming.shape[0])] = incoming
+
+
+def run_fronts(
+    experts: Sequence[Expert],
+    counts: Counts,
+    rank: int,
+    layout: Layout,
+    rows: Tensor,
+    hidden: Tensor,
+) -> None:
+    """Everything before the down projection, expert by expert, in torch.
+
+    Args:
+        experts: E_l.
+        rows: [M, H], read. ``hidden``: [M, F], written.
+    """
+    first = counts.first_rows
+    own = counts.on_host[:, rank * len(experts) : (rank + 1) * len(experts)]
+    for e, valid in enumerate(own.sum(axis=0).tolist()):
+        if valid:
+            # Pad rows between runs of the aligned layout go with it: nobody reads the result.
+            end = first[e + 1] if layout is Layout.ALIGNED else first[e] + valid
+            at = slice(first[e], end)
+            hidden[at].copy_(experts[e].front(rows[at]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_tilemoe.backends.base import LayerShape
-from ds_tilemoe.errors import BuildError, TileMoEError, UnsupportedLayerError
+from ds_tilemoe.errors import BuildError, ConfigError, TileMoEError, UnsupportedLayerError
 
 Decision = LayerShape | str  # a shape: our backend; text: why the layer keeps DeepSpeed's path
 
@@ -23,10 +23,17 @@ DISABLED = "tile_overlap.enabled is false"
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank says about one layer: a shape it can run, or the reason why it does not."""
+    """What one rank says about one layer: a shape it can run, or the reason why it does not.
+
+    Attributes:
+        layer: its name.
+        outcome: shape or reason.
+        unmet: the reason is an explicit setting that this rank cannot meet; all ranks raise it.
+    """
 
     layer: str
     outcome: Decision
+    unmet: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,17 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
     Raises:
         TileMoEError: ranks disagree about what runs at all: layers, grad mode, dtype.
         BuildError: a rank cannot meet an explicit choice of backend.
+        ConfigError: a layer cannot meet an explicit setting.
         UnsupportedLayerError: a layer would be left as it is, and a rank is strict.
     """
     ranks = [i if message.rank is None else message.rank for i, message in enumerate(messages)]
     for rank, message in zip(ranks, messages, strict=True):
         if message.fault:
             raise BuildError(f"rank {rank}: {message.fault}")
+    for rank, message in zip(ranks, messages, strict=True):
+        for offer in message.offers:
+            if offer.unmet:
+                raise ConfigError(f"rank {rank}, layer {offer.layer}: {offer.outcome}")
     names = [tuple(offer.layer for offer in message.offers) for message in messages]
     label = ", ".join(names[0])
     _demand_equal(

@@ -115,13 +115,16 @@ def hooks_of(module: nn.Module) -> str:
 class LocalExpert:
     """One expert as a backend sees it (``backends.base.Expert``), cut by a recipe.
 
-    Weights are read in every call, so they may be loaded, scaled or cast in between.
+    Weights are those of the moment, so they may be loaded, scaled or cast between two calls.
+
+    Attributes:
+        dropouts: its dropout modules.
     """
 
     def __init__(self, expert: nn.Module, recipe: Recipe):
         self.expert = expert
         self.recipe = recipe
-        self._dropouts = [
+        self.dropouts = [
             m for m in expert.modules() if isinstance(m, nn.modules.dropout._DropoutNd)
         ]
         self._down: nn.Module
@@ -133,14 +136,6 @@ class LocalExpert:
             self.front = _make_front(expert, recipe)
         self._ups = [expert.get_submodule(path) for path in recipe.ups]
         self._epilogue = _epilogue(_activation(expert, recipe.activation)) if self._ups else None
-        # What this object was made from; see is_current().
-        self._modules = [(module, type(module)) for module in expert.modules()]
-        self._places = [
-            (parent._modules, key, child)
-            for parent, _ in self._modules
-            for key, child in parent._modules.items()
-        ]
-        self._linears = [module for module, _ in self._modules if is_linear(module)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [rows, N], as the recipe has it."""
@@ -170,29 +165,19 @@ class LocalExpert:
     @property
     def is_random(self) -> bool:
         """Whether the expert's own forward would now drop at random."""
-        return any(d.training and d.p > 0 for d in self._dropouts) or (
+        return any(d.training and d.p > 0 for d in self.dropouts) or (
             self.recipe.random_in_training and self.expert.training
         )
 
     @property
+    def linears(self) -> list[nn.Module]:
+        """The modules whose matrices it names."""
+        return [*self._ups, self._down]
+
+    @property
     def may_be_random(self) -> bool:
         """Whether it would be, in training mode."""
-        return self.recipe.random_in_training or any(d.p > 0 for d in self._dropouts)
-
-    def is_current(self) -> bool:
-        """False once a submodule was replaced, hooked, patched or cast apart from the others."""
-        dtype = self.down_weight.dtype
-        return (
-            all(modules.get(key) is child for modules, key, child in self._places)
-            and not any(
-                m._forward_hooks
-                or m._forward_pre_hooks
-                or "forward" in m.__dict__
-                or type(m) is not cls  # a parametrised module gets a class of its own
-                for m, cls in self._modules
-            )
-            and all(linear.weight.dtype == dtype for linear in self._linears)
-        )
+        return self.recipe.random_in_training or any(d.p > 0 for d in self.dropouts)
 
 
 @dataclass(frozen=True)

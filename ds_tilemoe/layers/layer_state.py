@@ -5,20 +5,22 @@ Shape letters: E experts of the group, H hidden.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.experts import Experts
+from deepspeed.moe.experts import Experts as DeepSpeedExperts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ds_tilemoe.backends.base import LayerShape
-from ds_tilemoe.backends.cuda_limits import device_obstacle, layer_obstacle
-from ds_tilemoe.layers.agreement import Decision, Offer
+from ds_tilemoe.backends.base import Experts, LayerShape
+from ds_tilemoe.backends.cuda_limits import choose_dispatch, device_obstacle, layer_obstacle
+from ds_tilemoe.errors import ConfigError
+from ds_tilemoe.layers.agreement import Offer
 from ds_tilemoe.layers.experts import LocalExpert, Recipe, hooks_of
 from ds_tilemoe.layers.recognise import (
     DTYPES,
@@ -28,6 +30,7 @@ from ds_tilemoe.layers.recognise import (
     find_recipe,
 )
 from ds_tilemoe.layers.runtime import Runtime, Session
+from ds_tilemoe.layers.watch import ExpertWatch
 from ds_tilemoe.stats import LayerStats
 
 RANDOM_REMARK = "DeepSpeed's path while its dropout is active"
@@ -75,11 +78,11 @@ class LayerState:
     def forget(self) -> None:
         """Back to before the first examination; the stats stay."""
         self.recipe: Recipe | None = None
-        self.experts: list[LocalExpert] = []
+        self.watch: ExpertWatch | None = None
         self.version = 0
         self.shapes: dict[Situation, LayerShape] = {}
         self.kept: tuple[Situation, str] | None = None
-        self._outcomes: dict[torch.dtype | None, Decision] = {}
+        self._offers: dict[torch.dtype | None, Offer] = {}
         self._seen: object = None  # what experts that were refused looked like
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
@@ -89,8 +92,8 @@ class LayerState:
 
     def runtime(self, layer: MOELayer) -> Runtime | None:
         """The layer's runtime, or None while its group does not exist."""
-        weight = first_weight(layer)
-        device = "cuda" if weight is not None and weight.is_cuda else "cpu"
+        weight = self.weight(layer)
+        device = "cpu" if weight is None else backend_of(weight)
         if layer.ep_size == 1:
             return self.session.runtime(None, device)
         return None if layer.ep_group is None else self.session.runtime(layer.ep_group, device)
@@ -98,47 +101,45 @@ class LayerState:
     def offer(self, layer: MOELayer, dtype: torch.dtype | None) -> Offer:
         """This rank's word about the layer outside of active dropout. Local, and never raises: a
         rank that did would leave its peers waiting for its word."""
-        if dtype not in self._outcomes:
+        if dtype not in self._offers:
             try:
-                self._outcomes[dtype] = self._check(layer, dtype)
+                self._offers[dtype] = Offer(self.name, self._check(layer, dtype))
             except Exception as error:
                 reason = str(error)
-                if not isinstance(error, UnknownExpert):
+                if not isinstance(error, UnknownExpert | ConfigError):
                     reason = f"it could not be examined: {type(error).__name__}: {error}"
-                self.experts, self._seen = [], _look(layer)
-                self._outcomes = {dtype: reason}
-        return Offer(self.name, self._outcomes[dtype])
+                self.watch, self._seen = None, _look(layer)
+                self._offers = {dtype: Offer(self.name, reason, isinstance(error, ConfigError))}
+        return self._offers[dtype]
 
     def situation(self, layer: MOELayer) -> Situation:
         """Of a call now. Re-reads what users may change between calls: dtypes, modes, modules.
 
         Local, and raises as little as :meth:`offer`.
         """
-        if not self._is_current(layer):
+        watch = self.watch
+        if watch is None:
+            is_current = self._seen == _look(layer)
+        else:
+            is_current = layer._modules.get("experts") is watch.holder and watch.look()
+        if not is_current:
             self.version += 1
-            self.recipe, self.experts, self._outcomes = None, [], {}
+            self.recipe, self.watch, self._offers = None, None, {}
             self._seen = _look(layer)
-        weight = first_weight(layer)
+        weight = self.weight(layer)
         dtype = None if weight is None else weight.dtype
         if weight is not None and torch.is_autocast_enabled(weight.device.type) and dtype in DTYPES:
             dtype = torch.get_autocast_dtype(weight.device.type)
-        return Situation(dtype, any(cut.is_random for cut in self.experts), self.version)
+        return Situation(dtype, self.watch is not None and self.watch.is_random, self.version)
 
-    def _is_current(self, layer: MOELayer) -> bool:
-        """Whether the experts are still those that were examined."""
-        if not self.experts:
-            return self._seen == _look(layer)
-        try:
-            modules = layer.experts.deepspeed_experts
-            return (
-                not hooks_around(layer.experts)
-                and len(modules) == len(self.experts)
-                and all(cut.expert is own for cut, own in zip(self.experts, modules, strict=True))
-                and all(cut.is_current() for cut in self.experts)
-                and len({cut.down_weight.dtype for cut in self.experts}) == 1
-            )
-        except Exception:  # a part that was there is gone
-            return False
+    @property
+    def experts(self) -> Experts:
+        """The layer's experts, cut; empty where they were not examined or not recognised."""
+        return Experts() if self.watch is None else self.watch.experts
+
+    def weight(self, layer: MOELayer) -> torch.Tensor | None:
+        """A parameter of the experts, as of the last look at them; None if they have none."""
+        return first_weight(layer) if self.watch is None else self.watch.weight
 
     def settle(self, shape: LayerShape, runtime: Runtime) -> None:
         """Keep what the ranks agreed on outside a forward."""
@@ -147,10 +148,15 @@ class LayerState:
 
     def remark(self) -> str:
         """What a report should add about a layer that is swapped."""
-        return RANDOM_REMARK if any(cut.may_be_random for cut in self.experts) else ""
+        is_random = self.watch is not None and self.watch.may_be_random
+        return RANDOM_REMARK if is_random else ""
 
     def _check(self, layer: MOELayer, dtype: torch.dtype | None) -> LayerShape:
-        """The layer's shape, or UnknownExpert with the reason why it has to stay as it is."""
+        """The layer's shape, or UnknownExpert with the reason why it has to stay as it is.
+
+        Raises:
+            ConfigError: a setting that it cannot meet.
+        """
         check_host(layer, self.expert_tp)
         modules = list(layer.experts.deepspeed_experts)
         for module in modules:
@@ -163,6 +169,7 @@ class LayerState:
         for module in modules:
             check_numbers(module, self.recipe, hidden)
         experts = [LocalExpert(module, self.recipe) for module in modules]
+        watch = ExpertWatch(layer.experts, experts)
         widths = {tuple(cut.down_weight.shape) for cut in experts}
         if len(widths) > 1:
             raise UnknownExpert(f"its experts differ in shape: {sorted(widths)}")
@@ -180,12 +187,14 @@ class LayerState:
             ffn=ffn,
             out=out,
             dtype=dtype,
-            device=experts[0].down_weight.device.type,
+            device=backend_of(experts[0].down_weight),
         )
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if shape.device == "cuda" and (reason := layer_obstacle(shape, layer.ep_size, world)):
-            raise UnknownExpert(reason)
-        self.experts = experts
+        if shape.device == "cuda":
+            if reason := layer_obstacle(shape, layer.ep_size):
+                raise UnknownExpert(reason)
+            dispatch = choose_dispatch(experts, dtype, self.session.config.dispatch)
+            shape = dataclasses.replace(shape, dispatch=dispatch)
+        self.watch = watch
         return shape
 
 
@@ -213,6 +222,11 @@ def first_weight(layer: MOELayer) -> torch.Tensor | None:
     return next(experts.parameters(), None) if isinstance(experts, nn.Module) else None
 
 
+def backend_of(weight: torch.Tensor) -> str:
+    """Which backend a layer with this weight runs on, "cpu" or "cuda"."""
+    return "cuda" if weight.is_cuda else "cpu"
+
+
 def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -232,10 +246,12 @@ def check_host(layer: MOELayer, expert_tp: bool) -> None:
     if type(layer.gate) is not TopKGate:
         raise UnknownExpert(f"its gate is a {type(layer.gate).__name__}, not DeepSpeed's TopKGate")
     experts = layer.experts
-    if type(experts) is not Experts:
+    if type(experts) is not DeepSpeedExperts:
         raise UnknownExpert(f"its experts are a {type(experts).__name__}, not DeepSpeed's Experts")
     if hooks := hooks_around(experts):
         raise UnknownExpert(f"its Experts module has forward hooks ({hooks}), which would not run")
+    if "forward" in vars(experts):
+        raise UnknownExpert("its Experts module has a forward of its own, which would not run")
     check_device({parameter.device for parameter in layer.parameters()})
     total = layer.num_local_experts * layer.ep_size
     if layer.gate.wg.out_features != total:

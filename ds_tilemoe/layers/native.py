@@ -11,7 +11,7 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,16 @@ from deepspeed.moe.sharded_moe import (
 )
 from torch import Tensor
 
-from ds_tilemoe.backends.base import Expert, LayerShape
+from ds_tilemoe.backends.base import Expert, LayerChange, LayerShape
+from ds_tilemoe.backends.cuda_limits import router_fault
 from ds_tilemoe.errors import DeadlineError, RankFailure, TileMoEError
 from ds_tilemoe.layers.agreement import Offer
 from ds_tilemoe.layers.experts import AutocastExpert
-from ds_tilemoe.layers.layer_state import LayerState, Situation, dtype_name, first_weight
+from ds_tilemoe.layers.layer_state import LayerState, Situation, dtype_name
 from ds_tilemoe.layers.recognise import DTYPES
 from ds_tilemoe.layers.runtime import Runtime
-from ds_tilemoe.routing import Routing, route
+from ds_tilemoe.router_rules import uncovered
+from ds_tilemoe.routing import Routing
 from ds_tilemoe.symmetric_heap import gather
 
 # In the message of a RankFailure: not an end, but a call for another pre-flight.
@@ -73,7 +75,8 @@ class TileMOELayer(MOELayer):
     def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:
         """As MOELayer.forward: ``input`` is (x [..., H], used_token or None); returns x's shape.
 
-        With grad enabled, and where the group has so decided, this is DeepSpeed's own path.
+        With grad enabled, and where the group has so decided, this is DeepSpeed's own path. On CUDA
+        it does not wait for the GPU: see ``ds_tilemoe.check``.
 
         Raises:
             RankFailure: the gate failed, or input and weights do not match, on any rank.
@@ -88,6 +91,7 @@ class TileMOELayer(MOELayer):
                 " them (deepspeed.initialize, or set_deepspeed_parallelism of each MoE module),"
                 " then call ds_tilemoe.apply again"
             )
+        situation = state.situation(self)
         runtime = state.runtime(self)
         if runtime is None:
             raise TileMoEError(
@@ -96,16 +100,18 @@ class TileMOELayer(MOELayer):
                 " set_deepspeed_parallelism of each MoE module)"
             )
         grad = torch.is_grad_enabled()
-        situation = state.situation(self)
         # With grad enabled nothing is left to decide once the ranks have met.
         meet = not runtime.met if grad else _has_to_meet(state, runtime, situation)
         while True:
             if meet:
+                _refuse_capture(state, runtime)
                 situation = self._preflight(runtime, situation, grad, input)
             if grad or state.kept is not None:
                 return _deepspeeds_path(self, state, runtime, input, kwargs)
             try:
                 return self._overlapped(runtime, situation, input)
+            except LayerChange:  # on every rank (CUDA)
+                pass
             except RankFailure as failure:
                 if CHANGED not in str(failure):
                     raise
@@ -121,10 +127,19 @@ class TileMOELayer(MOELayer):
         situation = state.situation(self)  # the offer has looked at the experts anew
         if situation.is_random and not isinstance(offer.outcome, str):
             offer = Offer(state.name, RANDOM)
+        if runtime.device == "cuda" and runtime.config.router == "fused":
+            used_token = input[1] if len(input) > 1 else None
+            if reason := uncovered(self.gate, used_token, self.use_tutel):
+                offer = Offer(state.name, router_fault(reason), unmet=True)
         # Strict is about what can be swapped, not about a hook or a dropout that comes and goes.
         strict = state.session.config.strict and not (state.shapes or situation.is_random)
         (decision,) = runtime.preflight(
-            [offer], grad, _count_tokens(input), dtype_name(situation.dtype), strict
+            [offer],
+            grad,
+            _count_tokens(input),
+            dtype_name(situation.dtype),
+            strict,
+            _is_first(state, runtime),
         )
         state.stats.settings = runtime.settings()
         if grad:
@@ -151,41 +166,53 @@ class TileMOELayer(MOELayer):
         is_known = shape is not None
         # Any of the shapes carries the news that this rank's situation is a new one.
         shape = shape or next(iter(state.shapes.values()))
-        weight = first_weight(self)
-        device = "cpu" if weight is None else weight.device
-        rows = torch.empty(0, shape.hidden, dtype=shape.dtype, device=device)
-        experts: list[Expert] = []
+        weight = state.weight(self)
+        rows: Tensor | None = None
+        experts: Sequence[Expert] = ()
         routing: Routing | Exception
         try:
             try:
                 self._start(MOE_TIMER, running)
                 if not is_known:
-                    raise TileMoEError(f"{CHANGED}: layer {state.name} is now {situation}")
+                    raise LayerChange(f"{CHANGED}: layer {state.name} is now {situation}")
                 x, used_token = input[0], input[1]
                 _check_input(state.name, shape, situation, x, weight)
                 tokens = x.reshape(-1, x.shape[-1])
-                routing = route(self.gate, tokens, used_token)
+                routing = runtime.route(self.gate, tokens, used_token)
                 self._start(FIRST_ALLTOALL_TIMER, running)
                 rows = tokens.to(shape.dtype).contiguous()
-                experts = list(state.experts)
-                if torch.is_autocast_enabled(x.device.type):
-                    experts = [AutocastExpert(cut, shape.dtype) for cut in state.experts]
+                experts = state.experts
+                # Fused: weights have the dtype already, and the kernel's activations any.
+                is_cast = shape.device == "cuda" and shape.dispatch == "fused"
+                if torch.is_autocast_enabled(x.device.type) and not is_cast:
+                    experts = [AutocastExpert(cut, shape.dtype) for cut in experts]
                 self._stop(FIRST_ALLTOALL_TIMER, "time_falltoall", running)
                 self._start(SECOND_ALLTOALL_TIMER, running)
             except Exception as error:  # every rank has to hear of it, in the count exchange
                 routing = cause = error
+            if rows is None:
+                device = "cpu" if weight is None else weight.device
+                rows = torch.empty(0, shape.hidden, dtype=shape.dtype, device=device)
             backend.mover = MEASURING if state.session.measuring else runtime.config.mover
             try:
                 y = backend.forward(shape, experts, rows, routing)
             except RankFailure as failure:
                 raise failure from cause
             assert isinstance(routing, Routing)
-            self.l_aux, self.exp_counts = routing.l_aux, routing.exp_counts
+            # Past nn.Module.__setattr__, which looks for parameters of that name: 2 us each.
+            self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)
             iteration = backend.last_stats  # None where the GPU would have to be waited for
             if iteration is not None and state.session.measuring:
                 state.stats.add_alone(iteration)
             elif iteration is not None:
-                state.stats.add(iteration, start, time.perf_counter_ns())
+                state.stats.add(
+                    iteration,
+                    start,
+                    time.perf_counter_ns(),
+                    choice=backend.last_choice,
+                    reason=backend.last_reason,
+                )
+            runtime.collect_sometimes(shape.name, state.stats)
             self._stop(SECOND_ALLTOALL_TIMER, "time_salltoall", running)
             self._stop(MOE_TIMER, "time_moe", running)
             return y.reshape(x.shape)
@@ -233,6 +260,20 @@ def release(layer: MOELayer) -> None:
     layer.__dict__.pop("_tile", None)
 
 
+def _is_first(state: LayerState, runtime: Runtime) -> bool:
+    """Whether a pre-flight now is one that all ranks of the job have in the same call."""
+    return not (runtime.is_open and state.shapes)
+
+
+def _refuse_capture(state: LayerState, runtime: Runtime) -> None:
+    if runtime.device == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise TileMoEError(
+            f"layer {state.name}: a CUDA graph is being captured, and the ranks have to meet, as"
+            " before a layer's first call, the first one in another dtype or mode, and each one on"
+            " DeepSpeed's path; fix: run one forward before the capture, as it will be captured"
+        )
+
+
 def _has_to_meet(state: LayerState, runtime: Runtime, situation: Situation) -> bool:
     """Whether the group has to decide before this call; equal on all ranks in step.
 
@@ -240,9 +281,11 @@ def _has_to_meet(state: LayerState, runtime: Runtime, situation: Situation) -> b
     path has no such word, so there the ranks ask each other in every call.
     """
     if state.kept is not None:
+        _refuse_capture(state, runtime)
         with _collective(state.name, "the meeting of the ranks"):
-            return any(gather(situation != state.kept[0], runtime.group))
-    return not (runtime.is_open and state.shapes)
+            meeting = runtime.meeting(_is_first(state, runtime))
+            return any(gather(situation != state.kept[0], meeting))
+    return _is_first(state, runtime)
 
 
 def _deepspeeds_path(

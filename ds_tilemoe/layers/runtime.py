@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ds_tilemoe
 from ds_tilemoe.backends.base import Backend, LayerShape
@@ -19,6 +20,8 @@ from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.config_block import check_cpu_config
 from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError, TileMoEError
 from ds_tilemoe.layers.agreement import Decision, Message, Offer, agree
+from ds_tilemoe.routing import Routing, route
+from ds_tilemoe.stats import LayerStats
 from ds_tilemoe.symmetric_heap import host_identity
 
 logger = logging.getLogger("ds_tilemoe")
@@ -26,6 +29,7 @@ logger = logging.getLogger("ds_tilemoe")
 # Settings that change what ranks send each other; all ranks of a group must have the same.
 PROTOCOL = ("backend", "layout", "tile_m", "dispatch", "transport", "max_tokens_per_rank")
 LEAST_TOKENS = 1024
+CALLS_A_LOOK = 4  # at the records of calls that have ended
 
 _times_said: Counter[str] = Counter()
 
@@ -49,6 +53,8 @@ class Runtime:
         self.met = False  # a pre-flight of a forward has taken place
         self.max_tokens: int | None = None
         self._shapes: dict[LayerShape, None] = {}  # a set that keeps the order
+        self._sinks: dict[str, LayerStats] = {}
+        self._calls = 0
         self.reset()
 
     def reset(self) -> None:
@@ -58,6 +64,11 @@ class Runtime:
         self.is_open = False
         self.met = False
 
+    def meeting(self, together: bool) -> dist.ProcessGroup | None:
+        """The ranks that decide: the group; on CUDA, where new memory takes every rank of the job,
+        all of them, if they are ``together``."""
+        return dist.group.WORLD if together and self._is_part_of_job else self.group
+
     def preflight(
         self,
         offers: Sequence[Offer],
@@ -65,8 +76,16 @@ class Runtime:
         tokens: int | None = None,
         dtype: str | None = None,
         strict: bool | None = None,
+        together: bool = True,
     ) -> list[Decision]:
-        """Decide about the offered layers and make the heap for them. A collective of the group.
+        """Decide about the offered layers and make the heap for them. A collective.
+
+        Args:
+            offers: of this rank, in model order.
+            grad, tokens, dtype: of a forward, or None outside of one.
+            strict: takes the place of the setting.
+            together: every rank of the job is here, and not this group alone; see :meth:`meeting`.
+                Else the heap may not grow.
 
         Raises:
             CapacityError, and what :func:`agree` raises: on every rank alike.
@@ -84,7 +103,8 @@ class Runtime:
                 tokens=tokens,
                 dtype=dtype,
                 fault=fault,
-            )
+            ),
+            self.meeting(together),
         )
         decisions = agree(messages)
         self.met = self.met or grad is not None
@@ -95,12 +115,53 @@ class Runtime:
             most = max(message.tokens or 0 for message in messages)
             self.max_tokens = max(LEAST_TOKENS, 1 << (most - 1).bit_length())
         if self.max_tokens is not None:
-            self._open()
+            self._open(together)
         return decisions
 
+    def route(self, gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
+        """Where the tokens go: by the backend's own router, or by DeepSpeed's gate."""
+        if self.device == "cuda":
+            assert self.backend is not None
+            return self.backend.route(gate, x, used_token)
+        return route(gate, x, used_token)
+
+    def collect_sometimes(self, name: str, stats: LayerStats) -> None:
+        """:meth:`collect`, behind one of a few calls, as a look costs; ``stats`` wants each.
+
+        Args:
+            name: of the layer that was called.
+            stats: where its calls count from now on.
+        """
+        self._sinks[name] = stats
+        self._calls += 1
+        if self.config.stats or self._calls % CALLS_A_LOOK == 0:
+            self.collect()
+
+    def collect(self) -> None:
+        """Count the calls that have ended on the GPU, in the stats of their layers. Never waits."""
+        if self.device != "cuda" or self.backend is None:
+            return
+        for record in self.backend.poll_records():
+            sink = self._sinks.get(self.backend.layer_name(record))
+            if sink is not None:
+                choice, reason = self.backend.explain(record)
+                sink.add(
+                    record.iteration, None, None, times=record.times, choice=choice, reason=reason
+                )
+
     def check(self) -> None:
-        """Raise DeadlineError if the heap in use has failed. Local."""
-        cause = self.backend.failure() if self.is_open and self.backend is not None else ""
+        """Raise what no forward has raised yet. On CUDA it waits for the device. Local.
+
+        Raises:
+            RankFailure, CapacityError: a call failed on another rank (CUDA), once.
+            DeadlineError: the heap in use has failed.
+        """
+        if not self.is_open or self.backend is None:
+            return
+        if self.device == "cuda":
+            self.backend.check()
+            self.collect()
+        cause = self.backend.failure()
         if cause:
             raise DeadlineError(
                 f"the expert-parallel group has failed: {cause}; fix: call ds_tilemoe.apply on all"
@@ -127,12 +188,24 @@ class Runtime:
             return [Offer(offer.layer, reason) for offer in offers], None
         return offers, None
 
-    def _open(self) -> None:
+    def _open(self, together: bool) -> None:
         if self.backend is None:
             self.backend = make_backend(self.group, self.config, self.device)
         assert self.max_tokens is not None
-        self.backend.ensure(list(self._shapes), self.max_tokens)
+        if self._is_part_of_job:
+            self.backend.ensure(list(self._shapes), self.max_tokens, together=together)
+        else:
+            self.backend.ensure(list(self._shapes), self.max_tokens)
         self.is_open = True
+
+    @property
+    def _is_part_of_job(self) -> bool:
+        """Whether there are ranks outside of the group without which it gets no memory."""
+        return (
+            self.device == "cuda"
+            and self.group is not None
+            and dist.get_world_size(self.group) < dist.get_world_size()
+        )
 
     def _protocol(self) -> tuple[tuple[str, Any], ...]:
         versions = (
@@ -144,12 +217,12 @@ class Runtime:
         )
         return tuple((name, getattr(self.config, name)) for name in PROTOCOL) + versions
 
-    def _exchange(self, message: Message) -> list[Message]:
-        if self.group is None:
+    def _exchange(self, message: Message, meeting: dist.ProcessGroup | None) -> list[Message]:
+        if meeting is None:
             return [message]
-        messages: list[Any] = [None] * dist.get_world_size(self.group)
+        messages: list[Any] = [None] * dist.get_world_size(meeting)
         try:
-            dist.all_gather_object(messages, message, group=self.group)
+            dist.all_gather_object(messages, message, group=meeting)
         except RuntimeError as error:
             mode = {True: "enabled", False: "disabled", None: "not asked"}[message.grad]
             raise TileMoEError(

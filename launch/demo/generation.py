@@ -25,7 +25,7 @@ class Reading:
         logits: [read + steps, V] fp32 on the CPU: one row a token that went through the model.
         nll: summed negative log likelihood of the bytes that follow another one in the text.
         predicted: how many those are.
-        written: the greedy continuation.
+        written: the continuation.
         prefill_s, decode_s: wall time.
         steps: forwards of one token, one less than bytes written.
     """
@@ -45,8 +45,9 @@ def read_and_write(
     text: bytes,
     max_new_tokens: int,
     after_forward: Callable[[int], None] = lambda tokens: None,
+    given: bytes | None = None,
 ) -> Reading:
-    """Read ``text`` in chunks, then continue it greedily with the KV cache.
+    """Read ``text`` in chunks, then continue it with the KV cache: greedily, or as ``given``.
 
     Every rank must pass a text of the same length, so that all make the same forwards.
 
@@ -56,6 +57,8 @@ def read_and_write(
         text: at least one byte.
         max_new_tokens: bytes to write; may be zero.
         after_forward: called with the number of tokens after each forward.
+        given: [max_new_tokens] bytes to write whatever the logits say, to make the same forwards as
+            another run; None for the most likely ones.
     """
     device = next(engine.parameters()).device
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)[None]
@@ -78,7 +81,8 @@ def read_and_write(
         while len(written) < max_new_tokens:
             if written:
                 forward(torch.tensor([[written[-1]]], device=device))
-            written.append(int(rows[-1][-1].argmax()))
+            most_likely = int(rows[-1][-1].argmax())
+            written.append(most_likely if given is None else given[len(written)])
         done = time.perf_counter()
 
     logits = torch.cat(rows)

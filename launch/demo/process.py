@@ -68,12 +68,11 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
-def choose_accelerator(backend: str, unbuilt: str | None) -> None:
+def choose_accelerator(backend: str) -> None:
     """Set DS_ACCELERATOR, which DeepSpeed reads once, when it is imported.
 
     Args:
         backend: the ``backend`` field of the tile_overlap block.
-        unbuilt: why there is no CUDA backend, or None.
     """
     if "DS_ACCELERATOR" in os.environ:
         return
@@ -83,15 +82,12 @@ def choose_accelerator(backend: str, unbuilt: str | None) -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    if gpus < ranks_here():
-        reason = f"{ranks_here()} rank(s) on this host and {gpus} GPU(s)"
-    elif unbuilt is not None:
-        reason = unbuilt
-    else:
+    if gpus >= ranks_here():
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
     if rank() == 0:
-        print(f"warning: {reason}: using the CPU backend", file=sys.stderr, flush=True)
+        few = f"{ranks_here()} rank(s) on this host and {gpus} GPU(s)"
+        print(f"warning: {few}: using the CPU backend", file=sys.stderr, flush=True)
 
 
 def end(code: int) -> NoReturn:

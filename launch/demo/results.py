@@ -17,23 +17,23 @@ from tqdm import tqdm
 
 import ds_tilemoe
 from demo.process import rank
+from ds_tilemoe.stats import PARTS
 
 if TYPE_CHECKING:
     from demo.generation import Reading
 
-FP32_LIMIT = 1e-5
-HALF_LIMIT = 2e-2  # times the largest logit
 # Of each layer the record gives the worst rank; the ranks' own rows stand beside it.
 WORST = {
     "calls": max,
     "time_us": max,
-    "exposed_combine_us": max,
+    **{f"{part}_us": max for part in PARTS},
     "combine_alone_us": max,
     "overlap_ratio": min,
     "backlog": max,
     "segments": min,
     "chunks_drained": max,
     "idle_spins": max,
+    "split": max,
 }
 
 
@@ -47,9 +47,9 @@ def progress(label: str, tokens: int) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def of_rank(reading: Reading, plain: Reading | None, dtype: str) -> dict[str, Any]:
+def of_rank(reading: Reading, plain: Reading | None) -> dict[str, Any]:
     """What a rank tells the others; ``plain`` is what DeepSpeed's own layers gave, if they ran."""
-    mine: dict[str, Any] = {
+    return {
         "nll": reading.nll,
         "predicted": reading.predicted,
         "text": reading.written,
@@ -57,27 +57,8 @@ def of_rank(reading: Reading, plain: Reading | None, dtype: str) -> dict[str, An
         "steps": reading.steps,
         "prefill_s": reading.prefill_s,
         "decode_s": reading.decode_s,
-        "plain_nll": None,
-        "max_abs_diff": None,
-        "fault": None,
+        "plain_nll": None if plain is None else plain.nll,
     }
-    if plain is not None:
-        # Logits compare only while both runs were given the same bytes.
-        common = next(
-            (i for i, pair in enumerate(zip(reading.written, plain.written, strict=True))
-             if pair[0] != pair[1]), reading.steps,
-        )  # fmt: skip
-        rows = mine["read"] + min(common, reading.steps)
-        diff = (reading.logits[:rows] - plain.logits[:rows]).abs().max().item()
-        limit = FP32_LIMIT
-        if dtype != "float32":
-            limit = HALF_LIMIT * plain.logits[:rows].abs().max().item()
-        mine |= {"plain_nll": plain.nll, "max_abs_diff": diff}
-        if not diff <= limit:  # also if it is not a number
-            mine["fault"] = f"max_abs_diff is {diff:.3g}; the limit is {limit:.3g}"
-        elif dtype == "float32" and reading.written != plain.written:
-            mine["fault"] = f"another text: {reading.written!r} for {plain.written!r}"
-    return mine
 
 
 def of_world(everyone: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,14 +69,11 @@ def of_world(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     first = everyone[0]
     prefill_s, decode_s = (max(r[name] for r in everyone) for name in ("prefill_s", "decode_s"))
     read, stepped = (sum(r[name] for r in everyone) for name in ("read", "steps"))
-    compared = first["max_abs_diff"] is not None
-    diffs = [r["max_abs_diff"] for r in everyone]
+    compared = first["plain_nll"] is not None
     return {
         "text": first["text"].decode("utf-8", errors="replace"),
         "perplexity": _perplexity(everyone, "nll"),
         "perplexity_unswapped": _perplexity(everyone, "plain_nll") if compared else None,
-        # Null too where a logit is not a number, which JSON cannot say; "fault" then does.
-        "max_abs_diff": max(diffs) if compared and all(map(math.isfinite, diffs)) else None,
         "tokens_per_s": (read + stepped) / (prefill_s + decode_s),
         "prefill_tokens_per_s": read / prefill_s,
         "decode_tokens_per_s": stepped / decode_s if stepped else None,
@@ -110,32 +88,38 @@ def of_world(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def fault(everyone: list[dict[str, Any]]) -> str | None:
-    """What ``--compare`` found on the first rank that found something."""
-    found = (f"rank {i}: {r['fault']}" for i, r in enumerate(everyone) if r["fault"])
-    return next(found, None)
-
-
 def show(record: dict[str, Any]) -> str:
     """The record as a newcomer wants to read it."""
     lines = ["continuation:", record["text"], ""]
     lines.append(f"perplexity            {record['perplexity']:.4f} a byte")
     if record["perplexity_unswapped"] is not None:
         lines.append(f"perplexity unswapped  {record['perplexity_unswapped']:.4f}")
-        diff = record["max_abs_diff"]
-        lines.append(f"max_abs_diff          {'not a number' if diff is None else f'{diff:.2e}'}")
+        diff, limit = map(_number, (record["max_abs_diff"], record["max_abs_diff_limit"]))
+        lines.append(f"max_abs_diff          {diff}; allowed {limit}")
+        if record["rerouted_share"] is not None:
+            lines += [
+                f"worst layer           {_number(record['layer_diff'])} x its largest output, with"
+                " the input of DeepSpeed's own",
+                f"rerouted              {record['rerouted_share']:.2%} of tokens and layers, where"
+                " experts nearly tie",
+            ]
     decode = record["decode_tokens_per_s"]
     decode = "-" if decode is None else f"{decode:.0f}"
     lines.append(
         f"tokens per second     {record['tokens_per_s']:.0f} (prefill"
         f" {record['prefill_tokens_per_s']:.0f}, decode {decode})"
-        f" on {record['ranks']} rank(s), {record['backend']} backend"
+        f" on {record['ranks']} rank(s), {record['backend']} backend, {record['dtype']}"
     )
     if record["layers"]:
         lines += ["", "per layer and call, worst rank:"]
         lines.append(
             ds_tilemoe.stats.table([row | {"layer": row["name"]} for row in record["layers"]])
         )
+        for row in record["layers"]:
+            known = [part for part in PARTS if row[f"{part}_us"] is not None]
+            if known[1:]:  # more than the exposed combine, which the table has
+                parts = ", ".join(f"{part} {row[f'{part}_us']:.0f}" for part in known)
+                lines.append(f"{row['name']} [us]: {parts}")
         # Both runs that the ratio compares wait for peers that are late.
         lines.append(
             "exposed combine holds peers' lateness too; with more ranks than cores, mostly"
@@ -147,6 +131,10 @@ def write_trace(path: str, traces: list[dict[str, Any]]) -> None:
     """Join the ranks' Chrome traces, a process a rank."""
     joined = {**traces[0], "traceEvents": [e for trace in traces for e in trace["traceEvents"]]}
     Path(path).write_text(json.dumps(joined), encoding="utf-8")
+
+
+def _number(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.2e}"
 
 
 def _perplexity(everyone: list[dict[str, Any]], key: str) -> float:

@@ -2,12 +2,19 @@
 // owner, expert and route, NaN everywhere else. Ranks are host threads over the GPUs there are.
 // Exit code 0 means that all checks passed.
 //   operator_check [SEED [PART [ITERATIONS]]]
-//   PART: all (default) | stress | large | failures | small (for compute-sanitizer) | serial (for
-//   CUDA_LAUNCH_BLOCKING=1 and CUDA_DEVICE_MAX_CONNECTIONS=1) | faults (for builds with FAULT=)
+//   PART: all (default) | stress | large | records | splits | failures | small (for
+//   compute-sanitizer) | serial (for CUDA_LAUNCH_BLOCKING=1 and CUDA_DEVICE_MAX_CONNECTIONS=1) |
+//   faults (for builds with FAULT=)
+//   operator_check SEED processes [CALLS [LIMIT_S]]: each rank a process, also two on one GPU
+//   operator_check SEED 1440 [FRACTION [fp16]]: the check matrix, or a random part of it
+// A rank that stands still is looked at before its deadline (operator_watch.cuh); with
+// CUDA_MODULE_LOADING=LAZY or another CUDA_DEVICE_MAX_CONNECTIONS one can see which of them
+// matters.
 #include <cmath>
 
-#include "common/wait.cuh"
-#include "operator_harness.cuh"
+#include "operator_matrix.cuh"
+#include "operator_process.cuh"
+#include "operator_watch.cuh"
 
 namespace {
 
@@ -24,72 +31,56 @@ void report(bool passed, const std::string& text) {
 template <class E>
 struct Checked {
   Group group;
-  std::vector<Verdict*> verdicts;
 
-  explicit Checked(const Shape& shape) : group(shape) {
-    for (int r = 0; r < shape.world; ++r) {
-      Rank& rank = group[r];
-      rank.use();
-      Verdict* verdict;
-      CHECK_CUDA(cudaMalloc(&verdict, sizeof(Verdict)));
-      CHECK_CUDA(cudaMemset(verdict, 0, sizeof(Verdict)));
-      verdicts.push_back(verdict);
-      for (int e = 0; e < shape.local_experts; ++e) {
-        fill_weights<<<512, 256>>>(static_cast<E*>(const_cast<void*>(rank.b[e])), shape.n, shape.k,
-                                   r * shape.local_experts + e);
-      }
-      CHECK_CUDA(cudaDeviceSynchronize());
-    }
-  }
-  ~Checked() {
-    for (Verdict* verdict : verdicts) cudaFree(verdict);
+  explicit Checked(const Shape& shape, const Link* link = nullptr) : group(shape, link) {
+    for (Rank& rank : group.ranks()) fill_weights_of<E>(rank, shape);
   }
 
-  void fill(Rank& rank) {
-    const Shape& s = group.shape();
-    fill_rows<<<dim3(s.local_experts * s.world, 64), 128, 0, rank.main>>>(
-        reinterpret_cast<E*>(rank.a), s.k, s.world, s.local_experts, rank.rank,
-        rank.exchange.counts, rank.exchange.plan.view.run_row,
-        reinterpret_cast<const State*>(rank.state));
-  }
+  void fill(Rank& rank) { fill_rows_of<E>(rank, group.shape(), 0); }
   void check(Rank& rank, const Routing& routing, int token_step, int column_step) {
-    const Shape& s = group.shape();
-    verify<E><<<512, 256, 0, rank.main>>>(
-        rank.y, routing.ids_d, routing.positions_d, routing.weights_d, routing.tokens, s.topk, s.n,
-        s.k, rank.rank, token_step, column_step, reinterpret_cast<const State*>(rank.state),
-        verdicts[rank.rank]);
+    verify_y<E>(rank, group.shape(), routing, token_step, column_step, 0);
   }
   void call(Rank& rank, const Routing& routing, Mover mover, int ctas, int token_step = 1,
             int column_step = 1) {
+    ++*rank.calls;
+    *rank.at = "poison";
     group.poison(rank);
-    group.launch_exchange(rank, routing);
+    rank.reach(kPoisoned);
+    *rank.at = "exchange";
+    group.launch_exchange(rank, routing, ctas);
+    rank.reach(kExchanged);
+    *rank.at = "fill";
     fill(rank);
+    rank.reach(kFilled);
+    *rank.at = "combine";
     group.launch_combine(rank, routing, mover, ctas);
+    rank.reach(kCombined);
+    *rank.at = "check";
     check(rank, routing, token_step, column_step);
+    rank.reach(kChecked);
     CHECK_CUDA(cudaGetLastError());
+    *rank.at = "next";
+  }
+  void wait(Rank& rank) {
+    *rank.at = "wait";
+    CHECK_CUDA(cudaStreamSynchronize(rank.main));
   }
   // Elements that were wrong since the last look; says where.
   unsigned long long wrong(const std::string& name) {
     unsigned long long sum = 0;
-    for (int r = 0; r < group.shape().world; ++r) {
-      group[r].use();
+    for (Rank& rank : group.ranks()) {
+      rank.use();
       CHECK_CUDA(cudaDeviceSynchronize());
       Verdict v;
-      CHECK_CUDA(cudaMemcpy(&v, verdicts[r], sizeof(v), cudaMemcpyDeviceToHost));
-      CHECK_CUDA(cudaMemset(verdicts[r], 0, sizeof(v)));
+      CHECK_CUDA(cudaMemcpy(&v, rank.verdict, sizeof(v), cudaMemcpyDeviceToHost));
+      CHECK_CUDA(cudaMemset(rank.verdict, 0, sizeof(v)));
       sum += v.wrong;
       if (v.wrong != 0) {
         std::printf("  %s: rank %d: %llu wrong, first in call %llu token %d column %d\n",
-                    name.c_str(), r, v.wrong, v.first_epoch, v.first_token, v.first_column);
+                    name.c_str(), rank.rank, v.wrong, v.first_epoch, v.first_token, v.first_column);
       }
-      const ErrorRecord& e = *group[r].error;
-      if (e.outcome != Outcome::ok) {
-        std::printf(
-            "  %s: rank %d: outcome %d wait %d of rank %d for %d band %lld seen %llu wanted "
-            "%llu call %llu\n",
-            name.c_str(), r, int(e.outcome), int(e.wait), e.rank, e.peer,
-            static_cast<long long>(e.band), static_cast<unsigned long long>(e.seen),
-            static_cast<unsigned long long>(e.wanted), static_cast<unsigned long long>(e.epoch));
+      if (rank.error->outcome != Outcome::ok) {
+        std::printf("  %s: rank %d: %s\n", name.c_str(), rank.rank, text(*rank.error).c_str());
         ++sum;
       }
     }
@@ -97,24 +88,14 @@ struct Checked {
   }
 };
 
-// hot: the ratio of the hottest rank's rows to the mean, at most W.
-std::vector<double> skew(const Shape& shape, int hot_rank, double hot) {
-  std::vector<double> shares(shape.experts());
-  const double other = shape.world > 1 ? (shape.world - hot) / (shape.world - 1) : 1.0;
-  for (int e = 0; e < shape.experts(); ++e) {
-    shares[e] = e / shape.local_experts == hot_rank ? hot : std::max(other, 0.0);
-  }
-  return shares;
-}
-
 std::vector<Routing> many_routings(const Shape& shape, int count, std::mt19937_64& random) {
   std::vector<Routing> result;
   std::uniform_real_distribution<double> uniform(0.0, 1.0);
   for (int i = 0; i < count; ++i) {
     const int tokens = i % 6 == 5 ? 0 : 1 + static_cast<int>(random() % shape.max_tokens);
     std::vector<double> shares;
-    if (i % 4 == 1) shares = skew(shape, random() % shape.world, std::min(1.6, 0.99 * shape.world));
-    if (i % 4 == 2) shares = skew(shape, random() % shape.world, std::min(2.6, 0.99 * shape.world));
+    if (i % 4 == 1) shares = skew(shape, random() % shape.world, std::min(1.6, 0.95 * shape.world));
+    if (i % 4 == 2) shares = skew(shape, random() % shape.world, std::min(2.6, 0.95 * shape.world));
     if (i % 4 == 3) {
       shares.resize(shape.experts());
       for (double& share : shares) share = uniform(random) < 0.4 ? 1e-3 : uniform(random);
@@ -127,12 +108,7 @@ std::vector<Routing> many_routings(const Shape& shape, int count, std::mt19937_6
 
 void free_routings(std::vector<std::vector<Routing>>& sets) {
   for (auto& set : sets) {
-    for (Routing& r : set) {
-      for (void* p : {static_cast<void*>(r.ids_d), static_cast<void*>(r.positions_d),
-                      static_cast<void*>(r.counts_d), static_cast<void*>(r.weights_d)}) {
-        cudaFree(p);
-      }
-    }
+    for (Routing& r : set) free_routing(r);
   }
 }
 
@@ -143,23 +119,26 @@ int gpus() {
 }
 
 // Changing routing, split and mover in every call, each rank its own; sleeps in half of the calls.
+// True if every row and every record is right. `link`: this process has one rank.
 template <class E>
-void stress(Shape shape, int iterations, uint64_t seed, const char* name, bool sleep = true) {
-  std::mt19937_64 random(seed);
-  const int ranks_a_gpu = (shape.world + gpus() - 1) / gpus();
-  // Where ranks share a GPU, CTAs that wait must leave SMs to the producers of all of them.
+bool stress(Shape shape, int iterations, uint64_t seed, const char* name, bool sleep = true,
+            const Link* link = nullptr) {
+  const int ranks_a_gpu = link != nullptr ? 1 : (shape.world + gpus() - 1) / gpus();
+  // Where ranks of a process share a GPU, CTAs that wait must leave SMs to all their producers.
   if (ranks_a_gpu > 1) shape.max_scale_ctas = 4;
-  Checked<E> checked(shape);
+  Checked<E> checked(shape, link);
   Group& group = checked.group;
-  std::vector<std::vector<Routing>> routings;
-  for (int r = 0; r < shape.world; ++r) {
-    group[r].use();
-    routings.push_back(many_routings(shape, 24, random));
+  std::vector<std::vector<Routing>> routings(shape.world);
+  for (Rank& rank : group.ranks()) {
+    rank.use();
+    std::mt19937_64 random(seed * 131 + rank.rank);
+    routings[rank.rank] = many_routings(shape, 24, random);
   }
-  const int sms = group[0].sms;
+  const int sms = group.ranks()[0].sms;
   const int most = ranks_a_gpu > 1 ? (sms - 20) / ranks_a_gpu : sms - 1;
   const int splits[] = {0, 1, 2, 3, 7, 8, 16, 64, 131};
   Meeting meeting(shape.world);
+  std::atomic<int> bad_records = 0;
   const auto work = [&](Rank& rank) {
     std::mt19937_64 own(seed * 97 + rank.rank);
     for (int i = 0; i < iterations; ++i) {
@@ -172,21 +151,53 @@ void stress(Shape shape, int iterations, uint64_t seed, const char* name, bool s
       checked.call(rank, routing, mover, ctas);
       // Streams of a GPU share copy queues: where ranks share one, no rank may queue its next call
       // before all have queued this one.
-      if (ranks_a_gpu > 1) meeting.wait();
-      if (i % 32 == 31) CHECK_CUDA(cudaStreamSynchronize(rank.main));
+      if (ranks_a_gpu > 1) {
+        *rank.at = "meet";
+        meeting.wait();
+      }
+      if (i % 32 != 31 && i != iterations - 1) continue;
+      checked.wait(rank);
+      for (uint64_t epoch = i / 32 * 32 + 1; epoch <= rank.epoch; ++epoch) {
+        CallRecord record;
+        bad_records += !rank.record(epoch, &record) || record.iteration.epoch != int64_t(epoch);
+      }
     }
-    CHECK_CUDA(cudaStreamSynchronize(rank.main));
   };
-  group.each(work);
+  {
+    StallWatch watch(group);
+    group.each(work);
+  }
   const auto wrong = checked.wrong(name);
   free_routings(routings);
-  const IterationStats& s = *group[0].stats;
-  report(wrong == 0 && s.epoch == iterations,
+  if (link != nullptr) return wrong == 0 && bad_records == 0;
+  report(wrong == 0 && bad_records == 0,
          std::string(name) + ": world " + std::to_string(shape.world) + " layout " +
              std::to_string(int(shape.layout)) + " bands_per_segment " +
              std::to_string(shape.bands_per_segment) + " n " + std::to_string(shape.n) + " k " +
              std::to_string(shape.k) + " tile_n " + std::to_string(shape.kind.tile_n) + ", " +
-             std::to_string(iterations) + " calls, " + std::to_string(wrong) + " wrong");
+             std::to_string(iterations) + " calls, " + std::to_string(wrong) + " wrong, " +
+             std::to_string(bad_records) + " records missing");
+  return wrong == 0 && bad_records == 0;
+}
+
+// Each rank a process: two on one GPU, which take turns there, then as many as GPUs, then twice.
+void processes(int calls, int limit_s, uint64_t seed) {
+  const int devices = count_gpus_apart();
+  std::printf("%d GPUs\n", devices);
+  if (devices == 0) std::exit(2);
+  const std::pair<int, int> groups[] = {{2, 1}, {devices, devices}, {2 * devices, devices}};
+  for (const auto& [world, used] : groups) {
+    if (world < 2) continue;
+    for (bool sleep : {false, true}) {
+      const bool good = run_processes(world, used, limit_s, [&, world = world](const Link& link) {
+        Shape shape{world, 3, 2, 520, 72, 400, {Dtype::bfloat16, 128, 0}};
+        shape.chunk_bytes = 4 << 10;
+        return stress<__nv_bfloat16>(shape, calls, seed, "processes", sleep, &link);
+      });
+      report(good, "processes: " + std::to_string(world) + " on " + std::to_string(used) +
+                       " GPUs, " + std::to_string(calls) + " calls" + (sleep ? ", sleeping" : ""));
+    }
+  }
 }
 
 // A rank that is owed nothing goes on at once and is a call ahead while its peer still reads the
@@ -206,7 +217,7 @@ void one_ahead(int calls, uint64_t seed) {
     rank.exchange.group_timeout_ns = 2'000'000'000;
     if (rank.rank == 1) rank.exchange.view.random_delay_ns = 900'000;
     for (int i = 0; i < calls; ++i) {
-      group.launch_exchange(rank, routings[rank.rank][0]);
+      group.launch_exchange(rank, routings[rank.rank][0], 2);
       group.launch_combine(rank, routings[rank.rank][0], Mover::sm, 2);
     }
     checked.check(rank, routings[rank.rank][0], 1, 1);
@@ -226,7 +237,7 @@ void large(const Shape& shape, uint64_t seed, const char* name) {
   for (int r = 0; r < shape.world; ++r) {
     group[r].use();
     routings[r].push_back(make_routing(shape, shape.max_tokens, {}, 0.0, random));
-    for (double hot : {1.6, std::min(2.6, 0.99 * shape.world)}) {
+    for (double hot : {1.6, std::min(2.6, 0.95 * shape.world)}) {
       routings[r].push_back(
           make_routing(shape, shape.max_tokens, skew(shape, 0, hot), 0.0, random));
     }
@@ -243,7 +254,6 @@ void large(const Shape& shape, uint64_t seed, const char* name) {
   });
   const auto wrong = checked.wrong(name);
   free_routings(routings);
-  const IterationStats s = *group[0].stats;
   report(wrong == 0, std::string(name) + ": tokens " + std::to_string(shape.max_tokens) + " n " +
                          std::to_string(shape.n) + " k " + std::to_string(shape.k) + ", " +
                          std::to_string(3 * 10) + " calls, " + std::to_string(wrong) + " wrong");
@@ -261,7 +271,7 @@ bool all_nan(const Rank& rank, const Shape& shape, int tokens) {
 }
 
 void hogs_and_graphs(uint64_t seed) {
-  Shape shape{std::min(2, gpus()), 4, 2, 1024, 256, 1024};
+  Shape shape{gpus(), 4, 2, 1024, 256, 1024};
   shape.chunk_bytes = 8 << 10;
   std::mt19937_64 random(seed);
   Checked<__nv_bfloat16> checked(shape);
@@ -272,15 +282,18 @@ void hogs_and_graphs(uint64_t seed) {
     routings[r].push_back(make_routing(shape, shape.max_tokens, {}, 0.0, random));
     CHECK_CUDA(cudaFuncSetAttribute(hog, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 << 10));
   }
+  Meeting meeting(shape.world);  // streams and graphs are made and ended while no kernel waits
   for (int held : {8, 60, 120, 131}) {
     for (int ctas : {1, 8, 64, 131}) {
       group.each([&](Rank& rank) {
         cudaStream_t other;
         CHECK_CUDA(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+        meeting.wait();
         hog<<<held, 32, 200 << 10, other>>>(3'000'000);
         checked.call(rank, routings[rank.rank][0], Mover::sm, ctas);
         CHECK_CUDA(cudaStreamSynchronize(rank.main));
         CHECK_CUDA(cudaStreamSynchronize(other));
+        meeting.wait();
         CHECK_CUDA(cudaStreamDestroy(other));
       });
     }
@@ -296,42 +309,180 @@ void hogs_and_graphs(uint64_t seed) {
     CHECK_CUDA(cudaStreamEndCapture(rank.main, &graph));
     CHECK_CUDA(cudaGraphInstantiate(&graphs[rank.rank], graph, 0));
     CHECK_CUDA(cudaGraphDestroy(graph));
+    meeting.wait();
     for (int i = 0; i < replays; ++i) CHECK_CUDA(cudaGraphLaunch(graphs[rank.rank], rank.main));
     CHECK_CUDA(cudaStreamSynchronize(rank.main));
+    meeting.wait();
     CHECK_CUDA(cudaGraphExecDestroy(graphs[rank.rank]));
   });
   report(checked.wrong("graph") == 0, std::to_string(replays) + " replays of a captured call");
 
-  // What the stats say must add up.
+  free_routings(routings);
+}
+
+// What a record says must agree with the plan and with itself.
+void records(uint64_t seed) {
+  Shape shape{gpus(), 4, 2, 1024, 256, 1024};
+  shape.chunk_bytes = 8 << 10;
+  std::mt19937_64 random(seed);
+  Checked<__nv_bfloat16> checked(shape);
+  Group& group = checked.group;
+  std::vector<std::vector<Routing>> routings(shape.world);
+  for (int r = 0; r < shape.world; ++r) {
+    group[r].use();
+    routings[r].push_back(make_routing(shape, shape.max_tokens - 100 * r, {}, 0.1, random));
+  }
   bool good = true;
-  for (const auto& [mover, ctas] :
-       {std::pair{Mover::none, 0}, {Mover::sm, 8}, {Mover::sequential, 8}}) {
-    group.each([&, mover = mover, ctas = ctas](Rank& rank) {
-      checked.call(rank, routings[rank.rank][0], mover, ctas);
-      CHECK_CUDA(cudaStreamSynchronize(rank.main));
-    });
-    for (int r = 0; r < shape.world; ++r) {
-      const IterationStats& s = *group[r].stats;
-      PlanSizes sizes;
-      group[r].use();
-      CHECK_CUDA(
-          cudaMemcpy(&sizes, group[r].exchange.plan.sizes, sizeof(sizes), cudaMemcpyDeviceToHost));
-      std::printf(
-          "  mover %d rank %d: first ready %lld end %lld last put %lld last arrival %lld us; "
-          "segments %lld chunks %d backlog %lld drained %lld spins %lld\n",
-          int(mover), r, s.first_segment_ready / 1000ll, s.producer_end / 1000ll,
-          s.last_put / 1000ll, s.last_arrival / 1000ll, static_cast<long long>(s.segments),
-          sizes.chunks, static_cast<long long>(s.backlog_at_producer_end),
-          static_cast<long long>(s.chunks_drained), static_cast<long long>(s.idle_spins));
-      good = good && s.segments == sizes.segments && s.first_segment_ready > 0 &&
-             s.first_segment_ready <= s.producer_end && s.last_put > s.first_segment_ready &&
-             s.last_arrival >= s.producer_end && s.chunks_drained <= sizes.chunks &&
-             (mover != Mover::none || s.chunks_drained == sizes.chunks) &&
-             (mover != Mover::sequential ||
-              (s.chunks_drained == 0 && s.backlog_at_producer_end == sizes.chunks));
+  const int calls = kCallRecords + 20;  // round the ring
+  group.each([&](Rank& rank) {
+    for (int i = 0; i < calls; ++i) checked.call(rank, routings[rank.rank][0], Mover::sm, 8);
+    checked.wait(rank);
+  });
+  for (Rank& rank : group.ranks()) {
+    CallRecord record;
+    good = good && !rank.record(calls - kCallRecords, &record);  // overwritten
+    for (int epoch = calls - kCallRecords + 1; epoch <= calls; ++epoch) {
+      good = good && rank.record(epoch, &record) && record.iteration.epoch == epoch;
     }
   }
-  report((good || shape.world == 1) && checked.wrong("stats") == 0, "stats");
+  report(good, "records: the newest " + std::to_string(kCallRecords) + " of " +
+                   std::to_string(calls) + " calls are there");
+  const std::pair<Mover, int> calls_of[] = {
+      {Mover::none, 0}, {Mover::sm, 8}, {Mover::sequential, 8}};
+  for (const auto& kind : calls_of) {
+    const Mover mover = kind.first;
+    const int ctas = kind.second;
+    group.each([&](Rank& rank) {
+      checked.call(rank, routings[rank.rank][0], mover, ctas);
+      checked.wait(rank);
+    });
+    for (Rank& rank : group.ranks()) {
+      PlanSizes sizes;
+      rank.use();
+      CHECK_CUDA(
+          cudaMemcpy(&sizes, rank.exchange.plan.sizes, sizeof(sizes), cudaMemcpyDeviceToHost));
+      CallRecord r{};
+      const bool there = rank.record(rank.epoch, &r);
+      const IterationStats& s = r.iteration;
+      const LayerTimes& t = r.times;
+      int64_t rows = 0, remote = 0;
+      for (int source = 0; source < shape.world; ++source) {
+        for (int e = 0; e < shape.local_experts; ++e) {
+          const int64_t count = routings[source][0].counts[rank.rank * shape.local_experts + e];
+          rows += count;
+          if (source != rank.rank) remote += count;
+        }
+      }
+      std::printf(
+          "  mover %d rank %d: us: exchange end %lld, down %lld to %lld, last arrival %lld, scale "
+          "end %lld; first ready %lld last put %lld; segments %lld chunks %d backlog %lld drained "
+          "%lld spins %lld\n",
+          int(mover), rank.rank, t.exchange_end / 1000ll, t.down_start / 1000ll,
+          t.down_end / 1000ll, t.last_arrival / 1000ll, t.scale_end / 1000ll,
+          s.first_segment_ready / 1000ll, s.last_put / 1000ll, static_cast<long long>(s.segments),
+          sizes.chunks, static_cast<long long>(s.backlog_at_producer_end),
+          static_cast<long long>(s.chunks_drained), static_cast<long long>(s.idle_spins));
+      const auto want = [&](bool holds, const char* what) {
+        if (!holds) std::printf("  mover %d rank %d: not so: %s\n", int(mover), rank.rank, what);
+        good = good && holds;
+      };
+      want(there, "the record of the call is there");
+      want(s.epoch == static_cast<int64_t>(rank.epoch), "iteration.epoch is the call's");
+      want(r.layer == rank.exchange.layer, "layer is the exchange's");
+      want(r.tokens == routings[rank.rank][0].tokens, "tokens are this rank's");
+      want(r.rows == rows && rows == sizes.valid_rows, "rows are those of C");
+      want(r.remote_rows == remote, "remote_rows are those of C");
+      want(r.consumer_ctas == ctas, "consumer_ctas are those asked for");
+      want(s.segments == sizes.segments, "segments are the plan's");
+      want(t.router_start == 0 && t.front_start == 0 && t.front_end == 0,
+           "times of kernels that did not run are 0");
+      want(0 < t.exchange_end && t.exchange_end <= t.down_start && t.down_start < t.down_end &&
+               t.down_end <= t.last_arrival && t.last_arrival <= t.scale_end,
+           "exchange, GEMM 2, arrival and scale follow one another");
+      want(s.producer_end == t.down_end - t.down_start &&
+               s.last_arrival == t.last_arrival - t.down_start,
+           "both clocks agree");
+      want(s.chunks_drained <= sizes.chunks, "no more is drained than there is");
+      if (sizes.segments == 0) continue;
+      want(0 < s.first_segment_ready && s.first_segment_ready <= s.producer_end &&
+               s.first_segment_ready < s.last_put,
+           "the first segment is ready in time");
+      if (mover == Mover::none) want(s.chunks_drained == sizes.chunks, "the drain ships all");
+      if (mover == Mover::sequential) {
+        want(s.chunks_drained == 0 && s.backlog_at_producer_end == sizes.chunks,
+             "nothing is shipped beside the producer");
+      }
+    }
+  }
+  report(good && checked.wrong("records") == 0, "records");
+  free_routings(routings);
+}
+
+// One captured call, replayed with another split each time (State::consumer_ctas).
+void splits_of_a_graph(uint64_t seed) {
+  Shape shape{gpus(), 4, 2, 1024, 256, 1024};
+  shape.chunk_bytes = 8 << 10;
+  std::mt19937_64 random(seed);
+  Checked<__nv_bfloat16> checked(shape);
+  Group& group = checked.group;
+  std::vector<std::vector<Routing>> routings(shape.world);
+  for (int r = 0; r < shape.world; ++r) {
+    group[r].use();
+    routings[r].push_back(make_routing(shape, shape.max_tokens, {}, 0.0, random));
+  }
+  constexpr int kMost = 24;
+  const int splits[] = {0, 1, 2, 24, 3, 8, 0, 24, 23, 5, 12, 1};
+  std::atomic<int> bad = 0;
+  Meeting meeting(shape.world);                   // as above
+  for (Mover mover : {Mover::sm, Mover::none}) {  // none: mover sm with a split of 0
+    group.each([&](Rank& rank) {
+      rank.exchange.wanted_ctas = rank.wanted_ctas;
+      rank.combine.device_split = 1;
+      cudaGraph_t graph;
+      cudaGraphExec_t exec;
+      uint64_t epoch = rank.epoch;
+      CHECK_CUDA(cudaStreamBeginCapture(rank.main, cudaStreamCaptureModeThreadLocal));
+      checked.call(rank, routings[rank.rank][0], Mover::sm, kMost);
+      CHECK_CUDA(cudaStreamEndCapture(rank.main, &graph));
+      CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+      CHECK_CUDA(cudaGraphDestroy(graph));
+      meeting.wait();
+      std::mt19937_64 own(seed + rank.rank);
+      for (int i = 0; i < 120; ++i) {
+        const int ctas = mover == Mover::none ? 0 : splits[own() % 12];
+        *const_cast<volatile int32_t*>(rank.wanted_ctas) = ctas;
+        CHECK_CUDA(cudaGraphLaunch(exec, rank.main));
+        checked.wait(rank);
+        CallRecord record;
+        const bool there = rank.record(++epoch, &record);
+        if (!there || record.consumer_ctas != ctas ||
+            (ctas == 0 && shape.world > 1 && record.iteration.chunks_drained == 0)) {
+          std::printf("  rank %d replay %d: record %d split %d wanted %d drained %lld\n", rank.rank,
+                      i, int(there), record.consumer_ctas, ctas,
+                      static_cast<long long>(record.iteration.chunks_drained));
+          ++bad;
+        }
+      }
+      rank.epoch = epoch;
+      meeting.wait();
+      CHECK_CUDA(cudaGraphExecDestroy(exec));
+      meeting.wait();
+      // Without a graph, and without a wait between calls: the word of the call counts.
+      rank.exchange.wanted_ctas = nullptr;
+      for (int i = 0; i < 60; ++i) {
+        const int ctas = mover == Mover::none ? 0 : splits[own() % 12];
+        group.poison(rank);
+        group.launch_exchange(rank, routings[rank.rank][0], ctas);
+        checked.fill(rank);
+        group.launch_combine(rank, routings[rank.rank][0], Mover::sm, kMost);
+        checked.check(rank, routings[rank.rank][0], 1, 1);
+      }
+      checked.wait(rank);
+      rank.combine.device_split = 0;
+    });
+    const std::string name = mover == Mover::sm ? "splits 0 to 24" : "a split of 0";
+    report(checked.wrong(name) == 0 && bad == 0, "one captured call, replayed with " + name);
+  }
   free_routings(routings);
 }
 
@@ -375,8 +526,8 @@ void failure_cases(uint64_t seed) {
       const bool mine = e.outcome == outcome && e.wait == wait && (rank < 0 || e.rank == rank) &&
                         e.peer == peer && all_nan(group[r], shape, shape.max_tokens);
       if (!mine) {
-        std::printf("  rank %d: outcome %d wait %d rank %d peer %d, nan %d\n", r, int(e.outcome),
-                    int(e.wait), e.rank, e.peer, int(all_nan(group[r], shape, shape.max_tokens)));
+        std::printf("  rank %d: %s, nan %d\n", r, text(e).c_str(),
+                    int(all_nan(group[r], shape, shape.max_tokens)));
       }
       good = good && mine;
       *group[r].error = {};
@@ -385,7 +536,7 @@ void failure_cases(uint64_t seed) {
     group[0].use();
   };
   const auto full_call = [&](Rank& rank) {
-    group.launch_exchange(rank, routing(rank));
+    group.launch_exchange(rank, routing(rank), 4);
     checked.fill(rank);
     group.launch_combine(rank, routing(rank), Mover::sm, 4);
   };
@@ -430,7 +581,7 @@ void failure_cases(uint64_t seed) {
 
   timeouts(short_ns);
   group.each([&](Rank& rank) {
-    group.launch_exchange(rank, routing(rank));
+    group.launch_exchange(rank, routing(rank), 4);
     checked.fill(rank);
     if (rank.rank == 0) {  // no producer: its consumer waits in vain
       CHECK_CUDA(tilemoe_consumer_launch(&rank.combine.producer.ship, 3, rank.main));
@@ -447,7 +598,7 @@ void failure_cases(uint64_t seed) {
 
   timeouts(short_ns);
   group.each([&](Rank& rank) {
-    group.launch_exchange(rank, routing(rank));
+    group.launch_exchange(rank, routing(rank), 4);
     checked.fill(rank);
     if (rank.rank == 0) {
       group.launch_combine(rank, routing(rank), Mover::sm, 4);
@@ -463,6 +614,43 @@ void failure_cases(uint64_t seed) {
   group.reset();
   good_call("rows that do not come");
 
+  // Rank 1 ends the call from its host: nobody waits for the deadline.
+  const auto start = std::chrono::steady_clock::now();
+  group.each([&](Rank& rank) {
+    group.launch_exchange(rank, routing(rank), 4);
+    checked.fill(rank);
+    if (rank.rank == 1) {
+      CHECK_CUDA(cudaStreamSynchronize(rank.main));  // so rank 0 has its counts and goes on
+      const ErrorRecord record{Outcome::host_failure, Wait::none, 1, 1, -1, 0, 0, 0};
+      CHECK_CUDA(tilemoe_fail_group(&rank.view, &record, rank.probe));
+      const CombineParams p = group.combine_params(rank, routing(rank), Mover::sm, 4);
+      CHECK_CUDA(tilemoe_scale_launch(&p.scale, rank.main));
+    } else {
+      group.launch_combine(rank, routing(rank), Mover::sm, 4);
+    }
+  });
+  expect("a host that fails between two launches", Outcome::host_failure, Wait::none, 1, 1);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  report(took.count() < 5.0, "no wait for a deadline of 20 s: " + std::to_string(took.count()));
+  group.reset();
+  good_call("a host that fails between two launches");
+
+  // As a rank whose GEMM 1 has waited in vain: it fails the group and goes on, with wrong rows.
+  for (Mover mover : {Mover::sm, Mover::none, Mover::sequential}) {
+    group.each([&](Rank& rank) {
+      group.launch_exchange(rank, routing(rank), 4);
+      checked.fill(rank);
+      if (rank.rank == 1) {
+        const ErrorRecord record{Outcome::deadline, Wait::dispatch, 1, 0, 3, 0, 128, 0};
+        CHECK_CUDA(tilemoe_fail_group(&rank.view, &record, rank.main));
+      }
+      group.launch_combine(rank, routing(rank), mover, 4);
+    });
+    expect("rows made of what GEMM 1 did not get", Outcome::deadline, Wait::dispatch, 1, 0);
+    group.reset();
+  }
+  good_call("rows made of what GEMM 1 did not get");
+
   const int32_t chunks = group[0].exchange.plan.capacity.chunks;
   group[0].exchange.plan.capacity.chunks = 1;
   group.each([&](Rank& rank) { full_call(rank); });
@@ -476,13 +664,28 @@ void failure_cases(uint64_t seed) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Streams of ranks that share a GPU must not share a hardware queue: one would wait for another.
+  // Streams of ranks that share a GPU must not share a hardware queue, and no kernel may be loaded
+  // while one waits: either would make a rank wait for the one that waits for it.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
   const std::string part = argc > 2 ? argv[2] : "all";
   const int iterations = argc > 3 ? std::atoi(argv[3]) : 200;
-  std::printf("seed %llu, %d GPUs, part %s\n", static_cast<unsigned long long>(seed), gpus(),
-              part.c_str());
+  std::printf("seed %llu, part %s\n", static_cast<unsigned long long>(seed), part.c_str());
+  if (part == "processes") {  // first: CUDA must be untouched
+    processes(iterations, argc > 4 ? std::atoi(argv[4]) : 120, seed);
+    std::printf("%d checks failed\n", failures);
+    return failures == 0 ? 0 : 1;
+  }
+  std::printf("%d GPUs\n", gpus());
+  if (part == "1440") {
+    const double fraction = argc > 3 ? std::atof(argv[3]) : 1.0;
+    const bool half = argc > 4 && std::string(argv[4]) == "fp16";
+    return (half ? check_matrix<__half>(gpus(), seed, fraction)
+                 : check_matrix<__nv_bfloat16>(gpus(), seed, fraction))
+               ? 0
+               : 1;
+  }
   const ProducerKind n128{Dtype::bfloat16, 128, 0}, n128h{Dtype::float16, 128, 0};
   const ProducerKind n256{Dtype::bfloat16, 256, 0}, n256h{Dtype::float16, 256, 0};
   if (part == "small" || part == "serial") {
@@ -505,7 +708,7 @@ int main(int argc, char** argv) {
   }
   if (part == "all" || part == "stress") {
     int i = 0;
-    for (int world : {1, 2, 4, 5}) {
+    for (int world : {1, 2, 4, 5, 8}) {
       for (Layout layout : {Layout::compact, Layout::aligned}) {
         for (int bands_per_segment : {1, 2, 3}) {
           Shape shape{world, 3, 2, 520, 72, 400, n128, layout, bands_per_segment};
@@ -531,7 +734,7 @@ int main(int argc, char** argv) {
       for (int bands_per_segment : {1, 2}) {
         const auto shape = [&](int local_experts, int topk, int n, int k, int tokens,
                                ProducerKind kind) {
-          return Shape{2, local_experts, topk, n, k, tokens, kind, layout, bands_per_segment};
+          return Shape{gpus(), local_experts, topk, n, k, tokens, kind, layout, bands_per_segment};
         };
         large<__nv_bfloat16>(shape(16, 2, 8192, 2048, 4096, n256), seed, "large");
         large<__nv_bfloat16>(shape(16, 8, 4096, 1536, 1024, n256), seed, "large");
@@ -540,6 +743,8 @@ int main(int argc, char** argv) {
       }
     }
   }
+  if (part == "all" || part == "records") records(seed);
+  if (part == "all" || part == "splits") splits_of_a_graph(seed);
   if (part == "all" || part == "failures") {
     hogs_and_graphs(seed);
     failure_cases(seed);

@@ -1,5 +1,6 @@
-// Shared by the operator's check and its bench: a group of ranks in one process, one host thread a
-// rank, W ranks over the GPUs there are (peer access instead of a symmetric heap).
+// Shared by the operator's check and its bench: a group of ranks, W ranks over the GPUs there are
+// (peer access instead of a symmetric heap): all in one process with one host thread each, or each
+// in a process of its own (operator_process.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +22,7 @@
 #include <vector>
 
 #include "consumer/combine.h"
+#include "consumer/fail.h"
 #include "planner/exchange.h"
 #include "planner/planner.h"
 
@@ -81,6 +84,34 @@ struct Shape {
   }
 };
 
+// How likely each expert is, so that the hottest rank gets `hot` times the mean rows. The experts
+// of a token differ, which takes from the hot ones: found by halving on the expected rows.
+inline std::vector<double> skew(const Shape& shape, int hot_rank, double hot) {
+  const double here = shape.local_experts, there = shape.experts() - here;
+  const auto rows = [&](double share) {  // of topk, on the hot rank
+    double taken = 0.0;
+    for (int k = 0; k < shape.topk; ++k) {
+      const double mine = share * std::max(0.0, 1.0 - taken / here);
+      const double others =
+          (1.0 - share) * (there > 0.0 ? std::max(0.0, 1.0 - (k - taken) / there) : 0.0);
+      taken += mine + others > 0.0 ? mine / (mine + others) : 0.0;
+    }
+    return taken;
+  };
+  double low = 0.0, high = 1.0;
+  for (int i = 0; i < 40; ++i) {
+    const double middle = (low + high) / 2;
+    (rows(middle) < hot / shape.world * shape.topk ? low : high) = middle;
+  }
+  const double share = shape.world == 1 ? 1.0 : std::min(low, 0.9999);  // others are drawn, too
+  std::vector<double> shares(shape.experts());
+  for (int e = 0; e < shape.experts(); ++e) {
+    shares[e] =
+        e / shape.local_experts == hot_rank ? share / here : (1.0 - share) / std::max(there, 1.0);
+  }
+  return shares;
+}
+
 // Expert ids of one rank's tokens, on its device, with what a router would have made of them.
 struct Routing {
   int tokens = 0;
@@ -140,42 +171,98 @@ inline Routing make_routing(const Shape& shape, int tokens, const std::vector<do
   return r;
 }
 
+inline void free_routing(Routing& r) {
+  for (void* p : {static_cast<void*>(r.ids_d), static_cast<void*>(r.positions_d),
+                  static_cast<void*>(r.counts_d), static_cast<void*>(r.weights_d)}) {
+    cudaFree(p);
+  }
+}
+
+inline std::string text(const ErrorRecord& e) {
+  char line[200];
+  std::snprintf(line, sizeof(line),
+                "outcome %d wait %d of rank %d for %d band %lld seen %llu wanted %llu call %llu",
+                int(e.outcome), int(e.wait), e.rank, e.peer, static_cast<long long>(e.band),
+                static_cast<unsigned long long>(e.seen), static_cast<unsigned long long>(e.wanted),
+                static_cast<unsigned long long>(e.epoch));
+  return line;
+}
+
+// What the check's kernels find wrong with y.
+struct Verdict {
+  unsigned long long wrong;  // elements
+  unsigned long long first_epoch;
+  int first_token, first_column;
+};
+
+// How far a call has come on the GPU: an event behind each.
+enum Stage { kPoisoned, kExchanged, kFilled, kCombined, kChecked, kStages };
+
 // One rank: its device, memory, streams and the params of its kernels.
 struct Rank {
   int rank = 0, device = 0, sms = 0;
   cudaStream_t main = nullptr, side = nullptr;
   cudaEvent_t begin = nullptr, end = nullptr;
   std::byte *block = nullptr, *state = nullptr;
-  ErrorRecord* error = nullptr;     // page-locked
-  IterationStats* stats = nullptr;  // page-locked
+  ErrorRecord* error = nullptr;    // page-locked
+  CallRecord* records = nullptr;   // page-locked, [kCallRecords]
+  int32_t* wanted_ctas = nullptr;  // page-locked
   RankView view{};
   PlanSizes bounds{};
   ExchangeParams exchange{};
   CombineParams combine{};
   uint16_t *a = nullptr, *d = nullptr, *y = nullptr;
   std::vector<const void*> b;
+  Verdict* verdict = nullptr;  // device
+  cudaStream_t probe = nullptr;
+  cudaEvent_t stage[kStages] = {};
+  uint64_t epoch = 0;  // exchanges queued since reset(); wrong behind a captured graph
+  // What the host thread of the rank is at, for whoever watches.
+  std::shared_ptr<std::atomic<const char*>> at =
+      std::make_shared<std::atomic<const char*>>("start");
+  std::shared_ptr<std::atomic<long long>> calls = std::make_shared<std::atomic<long long>>(0);
 
   void use() const { CHECK_CUDA(cudaSetDevice(device)); }
+  void reach(Stage stage_) { CHECK_CUDA(cudaEventRecord(stage[stage_], main)); }
+  // The record of a call, if it is there and whole.
+  bool record(uint64_t wanted, CallRecord* copy) const {
+    const volatile CallRecord& slot = records[wanted % kCallRecords];
+    if (slot.epoch != wanted) return false;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    std::memcpy(copy, &records[wanted % kCallRecords], sizeof(*copy));
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return slot.epoch == wanted;
+  }
+};
+
+// A rank in a process of its own: how it meets the others and learns where their blocks are mapped.
+struct Link {
+  int rank;
+  int devices;  // the first of this host's, shared by all ranks
+  std::function<void()> meet;
+  std::function<std::vector<std::byte*>(std::byte* mine)> exchange;
+  std::function<void()> leave;  // nobody is at anybody's block any more
 };
 
 class Group {
  public:
-  explicit Group(const Shape& shape) : shape_(shape) {
+  // link: this process has one rank of the group; else it has all of them.
+  explicit Group(const Shape& shape, const Link* link = nullptr) : shape_(shape), link_(link) {
     int devices = 0;
     CHECK_CUDA(cudaGetDeviceCount(&devices));
-    ranks_.resize(shape.world);
+    if (link != nullptr) devices = std::min(devices, link->devices);
+    ranks_.resize(link != nullptr ? 1 : shape.world);
     const int64_t rows_in = shape.max_rows > 0 ? shape.max_rows
                                                : int64_t{shape.world} * shape.max_tokens *
                                                      std::min(shape.topk, shape.local_experts);
-    offsets_ = block_offsets(
-        {shape.world, shape.experts(), int64_t{shape.max_tokens} * shape.topk * shape.row_bytes()});
+    offsets_ = block_offsets({shape.world, shape.experts(), 0,
+                              int64_t{shape.max_tokens} * shape.topk * shape.row_bytes(), 0});
     std::vector<std::byte*> blocks;
-    for (int r = 0; r < shape.world; ++r) {
-      Rank& rank = ranks_[r];
-      rank.rank = r;
-      rank.device = r % devices;
+    for (Rank& rank : ranks_) {
+      rank.rank = link != nullptr ? link->rank : static_cast<int>(&rank - ranks_.data());
+      rank.device = rank.rank % devices;
       rank.use();
-      for (int peer = 0; peer < devices; ++peer) {
+      for (int peer = 0; link == nullptr && peer < devices; ++peer) {  // cudaIpc does it itself
         static bool enabled[64][64] = {};
         if (peer == rank.device || enabled[rank.device][peer]) continue;
         enabled[rank.device][peer] = true;
@@ -183,14 +270,16 @@ class Group {
       }
       CHECK_CUDA(tilemoe_load());
       CHECK_CUDA(cudaDeviceGetAttribute(&rank.sms, cudaDevAttrMultiProcessorCount, rank.device));
-      rank.block = alloc<std::byte>(offsets_.block_bytes);
+      // Not less than the driver hands out at once: another process maps the whole piece.
+      rank.block = alloc<std::byte>(std::max<int64_t>(offsets_.block_bytes, 2 << 20));
       blocks.push_back(rank.block);
     }
+    if (link != nullptr) blocks = link->exchange(ranks_[0].block);
     for (Rank& rank : ranks_) set_up(rank, rows_in, blocks);
     // A stream's first work may wait for the whole GPU, where a rank may be waiting for this one.
     for (Rank& rank : ranks_) {
       rank.use();
-      for (cudaStream_t stream : {rank.main, rank.side}) {
+      for (cudaStream_t stream : {rank.main, rank.side, rank.probe}) {
         CHECK_CUDA(cudaMemsetAsync(rank.state, 0, state_bytes(rank.bounds.bands), stream));
         CHECK_CUDA(tilemoe_consumer_launch(&rank.combine.producer.ship, 1, stream));
         CHECK_CUDA(cudaEventRecord(rank.begin, stream));
@@ -198,8 +287,10 @@ class Group {
       }
     }
     reset();
+    if (link != nullptr) link->meet();
   }
   ~Group() {
+    if (link_ != nullptr) link_->leave();
     for (const auto& [device, pointer] : memory_) {
       cudaSetDevice(device);
       cudaFree(pointer);
@@ -208,14 +299,19 @@ class Group {
       rank.use();
       cudaStreamDestroy(rank.main);
       cudaStreamDestroy(rank.side);
+      cudaStreamDestroy(rank.probe);
       cudaEventDestroy(rank.begin);
       cudaEventDestroy(rank.end);
+      for (cudaEvent_t event : rank.stage) cudaEventDestroy(event);
       cudaFreeHost(rank.error);
-      cudaFreeHost(rank.stats);
+      cudaFreeHost(rank.records);
+      cudaFreeHost(rank.wanted_ctas);
     }
   }
   Group(const Group&) = delete;
 
+  // The ranks of this process; with all of them here the index is the rank's number.
+  std::vector<Rank>& ranks() { return ranks_; }
   Rank& operator[](int rank) { return ranks_[rank]; }
   const Shape& shape() const { return shape_; }
 
@@ -228,7 +324,8 @@ class Group {
       CHECK_CUDA(cudaMemset(rank.state, 0, state_bytes(rank.bounds.bands)));
       CHECK_CUDA(cudaDeviceSynchronize());
       *rank.error = {};
-      *rank.stats = {};
+      std::fill_n(rank.records, kCallRecords, CallRecord{});
+      rank.epoch = 0;
     }
   }
 
@@ -251,11 +348,13 @@ class Group {
       change(*view);
     }
   }
-  void launch_exchange(Rank& rank, const Routing& routing) {
+  void launch_exchange(Rank& rank, const Routing& routing, int ctas) {
     ExchangeParams p = rank.exchange;
     p.own_counts = routing.counts_d;
     p.tokens = routing.tokens;
+    p.consumer_ctas = ctas;
     CHECK_CUDA(tilemoe_exchange_launch(&p, rank.main));
+    ++rank.epoch;
   }
   CombineParams combine_params(Rank& rank, const Routing& routing, Mover mover, int ctas) {
     CombineParams p = rank.combine;
@@ -311,10 +410,18 @@ class Group {
     CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&low, &high));
     CHECK_CUDA(cudaStreamCreateWithPriority(&rank.main, cudaStreamNonBlocking, low));
     CHECK_CUDA(cudaStreamCreateWithPriority(&rank.side, cudaStreamNonBlocking, high));
+    CHECK_CUDA(cudaStreamCreateWithPriority(&rank.probe, cudaStreamNonBlocking, low));
+    for (cudaEvent_t& event : rank.stage) {
+      CHECK_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    }
+    rank.verdict = alloc<Verdict>(1);
+    CHECK_CUDA(cudaMemset(rank.verdict, 0, sizeof(Verdict)));
     CHECK_CUDA(cudaEventCreateWithFlags(&rank.begin, cudaEventDisableTiming));
     CHECK_CUDA(cudaEventCreateWithFlags(&rank.end, cudaEventDisableTiming));
     CHECK_CUDA(cudaHostAlloc(&rank.error, sizeof(ErrorRecord), cudaHostAllocPortable));
-    CHECK_CUDA(cudaHostAlloc(&rank.stats, sizeof(IterationStats), cudaHostAllocPortable));
+    CHECK_CUDA(
+        cudaHostAlloc(&rank.records, kCallRecords * sizeof(CallRecord), cudaHostAllocPortable));
+    CHECK_CUDA(cudaHostAlloc(&rank.wanted_ctas, sizeof(int32_t), cudaHostAllocPortable));
 
     const PlanParams plan = shape_.plan(rank.rank);
     rank.bounds = plan_bounds(plan, rows_in);
@@ -368,8 +475,8 @@ class Group {
                                        shape_.n, kProducerStoreRows));
     c.producer.b = put(maps);
     c.producer.bands = p.view.bands;
-    c.producer.ship = {rank.view, p.view.segments,    p.view.chunks,
-                       rank.d,    shape_.row_bytes(), shape_.n_tiles()};
+    c.producer.ship = {
+        rank.view, p.view.segments, p.view.chunks, rank.d, shape_.row_bytes(), shape_.n_tiles(), 0};
     c.producer.experts = shape_.local_experts;
     c.producer.n = shape_.n;
     c.producer.k = shape_.k;
@@ -380,7 +487,7 @@ class Group {
     c.scale.recv_row = p.view.recv_row;
     c.scale.rows = rank.d;
     c.scale.y = rank.y;
-    c.scale.stats = rank.stats;
+    c.scale.records = rank.records;
     c.scale.topk = shape_.topk;
     c.scale.n = shape_.n;
     c.scale.local_experts = shape_.local_experts;
@@ -393,105 +500,10 @@ class Group {
   }
 
   Shape shape_;
+  const Link* link_;
   BlockOffsets offsets_{};
   std::vector<Rank> ranks_;
   std::vector<std::pair<int, void*>> memory_;
 };
-
-// ---- Payload that any rank can predict: small whole numbers, so that sums are exact in fp32 and a
-// row of GEMM 2 is known bit for bit whatever the order of its sum.
-
-__host__ __device__ inline uint32_t mix(uint64_t a, uint64_t b) {
-  uint64_t x = a * 0x9E3779B97F4A7C15ull ^ (b + 1) * 0xD1B54A32D192ED03ull;
-  x ^= x >> 32;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 29;
-  return static_cast<uint32_t>(x);
-}
-// Of the row of `owner`'s route number `position` to `expert` in call `epoch`: in [-8, 8).
-__host__ __device__ inline float a_value(uint64_t epoch, int owner, int expert, int position,
-                                         int column) {
-  const uint64_t row = ((epoch * 131 + owner) * 4099 + expert) * 1000003 + position;
-  return static_cast<float>(static_cast<int>(mix(row, column) % 16) - 8);
-}
-// Of the expert's weight [n, k]: in [-2, 2].
-__host__ __device__ inline float b_value(int expert, int column, int k) {
-  return static_cast<float>(static_cast<int>(mix(expert * 65537 + column, k) % 5) - 2);
-}
-
-template <class E>
-__device__ E cast(float value);
-template <>
-__device__ inline __nv_bfloat16 cast<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
-template <>
-__device__ inline __half cast<__half>(float value) {
-  return __float2half_rn(value);
-}
-
-// Block (run, some rows): what dispatch and GEMM 1 would have left.
-template <class E>
-__global__ void fill_rows(E* a, int k, int world, int local_experts, int rank,
-                          const int32_t* counts, const int64_t* run_row, const State* state) {
-  if (state->bands == 0) return;
-  const int local = blockIdx.x / world, owner = blockIdx.x % world;
-  const int expert = rank * local_experts + local;
-  const int rows = counts[owner * world * local_experts + expert];
-  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
-    for (int j = threadIdx.x; j < k; j += blockDim.x) {
-      a[(run_row[local * world + owner] + row) * k + j] =
-          cast<E>(a_value(state->epoch, owner, expert, row, j));
-    }
-  }
-}
-
-template <class E>
-__global__ void fill_weights(E* b, int n, int k, int expert) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < int64_t{n} * k;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    b[i] = cast<E>(b_value(expert, i / k, i % k));
-  }
-}
-
-struct Verdict {
-  unsigned long long wrong;  // elements
-  unsigned long long first_epoch;
-  int first_token, first_column;
-};
-
-// Every token_step-th token, every column_step-th column.
-template <class E>
-__global__ void verify(const uint16_t* y, const int32_t* ids, const int32_t* positions,
-                       const float* weights, int tokens, int topk, int n, int k, int rank,
-                       int token_step, int column_step, const State* state, Verdict* verdict) {
-  const int columns = (n + column_step - 1) / column_step;
-  const int64_t items = int64_t{(tokens + token_step - 1) / token_step} * columns;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < items;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const int token = static_cast<int>(i / columns) * token_step;
-    const int column = static_cast<int>(i % columns) * column_step;
-    float sum = 0.0f;
-    for (int j = 0; j < topk; ++j) {
-      const int64_t route = int64_t{token} * topk + j;
-      const int expert = ids[route];
-      if (expert < 0) continue;
-      float dot = 0.0f;
-      for (int q = 0; q < k; ++q) {
-        dot +=
-            a_value(state->epoch, rank, expert, positions[route], q) * b_value(expert, column, q);
-      }
-      const float row = static_cast<float>(cast<E>(dot));
-      sum = __fadd_rn(sum, __fmul_rn(weights[route], row));
-    }
-    const E wanted = cast<E>(sum);
-    if (y[int64_t{token} * n + column] == reinterpret_cast<const uint16_t&>(wanted)) continue;
-    if (atomicAdd(&verdict->wrong, 1ull) == 0) {
-      verdict->first_epoch = state->epoch;
-      verdict->first_token = token;
-      verdict->first_column = column;
-    }
-  }
-}
 
 }  // namespace harness

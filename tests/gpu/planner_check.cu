@@ -51,6 +51,34 @@ struct Array {
   }
 };
 
+// GEMM 1's order by its words: the first of the bands without a remote row, as many as the schedule
+// holds back, and then the others, each time expert by expert and row by row.
+std::vector<int32_t> front_order(const PlanParams& params, const PlanView& plan) {
+  struct Place {
+    int64_t row;
+    int32_t number;
+    bool local;
+  };
+  std::vector<Place> places;
+  int32_t first = 0;
+  for (int32_t i = 0; i < plan.sizes.bands; ++i) {
+    const Band& band = plan.bands[i];
+    const int64_t own_run = plan.run_row[size_t(band.expert) * params.world + params.rank];
+    places.push_back({band.row, i, band.row >= own_run});
+    first += places.back().local;
+  }
+  if (params.local_tail_bands >= 0) first = std::min(first, params.local_tail_bands);
+  std::sort(places.begin(), places.end(),
+            [](const Place& a, const Place& b) { return a.row < b.row; });
+  std::vector<int32_t> order, others;
+  for (const Place& place : places) {
+    const bool early = place.local && static_cast<int32_t>(order.size()) < first;
+    (early ? order : others).push_back(place.number);
+  }
+  order.insert(order.end(), others.begin(), others.end());
+  return order;
+}
+
 struct Run {
   bool equal;
   float median_us;
@@ -72,7 +100,8 @@ Run run(const PlanParams& params, const std::vector<int32_t>& counts, int repeat
                     {"chunks", sizes.chunks * sizeof(Chunk)},
                     {"arrival_target", world * 8},
                     {"dispatch_row", experts * 8},
-                    {"recv_row", (experts + 1) * 8}};
+                    {"recv_row", (experts + 1) * 8},
+                    {"front_bands", sizes.bands * sizeof(int32_t)}};
   arrays[0].attach(host.expert_row, kernel.view.expert_row);
   arrays[1].attach(host.run_row, kernel.view.run_row);
   arrays[2].attach(host.bands, kernel.view.bands);
@@ -82,6 +111,10 @@ Run run(const PlanParams& params, const std::vector<int32_t>& counts, int repeat
   arrays[6].attach(host.dispatch_row, kernel.view.dispatch_row);
   arrays[7].attach(host.recv_row, kernel.view.recv_row);
   plan_fill(params, counts.data(), &host);
+  int32_t* front_bands = nullptr;
+  arrays[8].attach(front_bands, kernel.front_bands);
+  const std::vector<int32_t> order = front_order(params, host);
+  std::copy(order.begin(), order.end(), front_bands);
 
   int32_t* counts_device;
   CHECK_CUDA(cudaMalloc(&counts_device, counts.size() * 4));
@@ -150,6 +183,8 @@ bool overflow_is_said(const PlanParams& params, const std::vector<int32_t>& coun
     Array bands("bands", kernel.capacity.bands * sizeof(Band));
     Array segments("segments", kernel.capacity.segments * sizeof(Segment));
     Array chunks("chunks", kernel.capacity.chunks * sizeof(Chunk));
+    Array front_bands("front_bands", kernel.capacity.bands * sizeof(int32_t));
+    kernel.front_bands = reinterpret_cast<int32_t*>(front_bands.device);
     kernel.view.bands = reinterpret_cast<Band*>(bands.device);
     kernel.view.segments = reinterpret_cast<Segment*>(segments.device);
     kernel.view.chunks = reinterpret_cast<Chunk*>(chunks.device);
@@ -166,7 +201,7 @@ bool overflow_is_said(const PlanParams& params, const std::vector<int32_t>& coun
     CHECK_CUDA(cudaMemcpy(&got, kernel.sizes, sizeof(got), cudaMemcpyDeviceToHost));
     CHECK_CUDA(cudaMemcpy(&overflow, kernel.overflow, 4, cudaMemcpyDeviceToHost));
     good &= overflow == 1 && std::memcmp(&got, &sizes, sizeof(got)) == 0;
-    for (const Array* array : {&bands, &segments, &chunks}) {
+    for (const Array* array : {&bands, &segments, &chunks, &front_bands}) {
       std::vector<char> guard(Array::kGuard), wanted(Array::kGuard, char(0xa5));
       CHECK_CUDA(cudaMemcpy(guard.data(), array->device + array->host.size() - Array::kGuard,
                             Array::kGuard, cudaMemcpyDeviceToHost));

@@ -1,0 +1,227 @@
+"""The fused router on a GPU: DeepSpeed's logits, and everything after them in our own kernels.
+
+No call waits for the device, and all may be captured in a CUDA graph.
+
+Shape letters: T tokens of this rank, K top-k, E experts of the group, H hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_tilemoe.backends.cuda_functions import check
+from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, rule_of
+from ds_tilemoe.routing import GATE_TIMER, Places, Routing
+
+_LEAST_SCRATCH = 1 << 14  # bytes
+
+
+class PlacesParams(Structure):
+    _fields_ = [
+        ("expert_ids", c_void_p),
+        ("positions", c_void_p),
+        ("sources", c_void_p),
+        ("counts", c_void_p),
+        ("scratch", c_void_p),
+        ("tokens", c_int32),
+        ("topk", c_int32),
+        ("experts", c_int32),
+    ]
+
+
+class RouterParams(Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("expert_ids", c_void_p),
+        ("weights", c_void_p),
+        ("l_aux", c_void_p),
+        ("exp_counts", c_void_p),
+        ("places", PlacesParams),
+        ("scratch", c_void_p),
+        ("start_ns", c_void_p),
+        ("drop", c_int32),
+        ("capacity", c_int32),
+    ]
+
+
+# Name -> (result, arguments), as in cuda_abi.py.
+PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "tilemoe_places_scratch_bytes": (c_int64, (c_int32, c_int32, c_int32)),
+    "tilemoe_router_scratch_bytes": (c_int64, (c_int32, c_int32, c_int32)),
+    "tilemoe_router_load": (c_int32, ()),
+    "tilemoe_places_launch": (c_int32, (POINTER(PlacesParams), c_void_p)),
+    "tilemoe_router_launch": (c_int32, (POINTER(RouterParams), c_void_p)),
+}
+
+
+class FusedRouter:
+    """The router of one device, which is the current one in each call. Calls share scratch and
+    params, so that they run one after another.
+
+    Scratch grows by powers of two and is never given back: captured graphs hold its addresses.
+
+    Args:
+        library: the loaded CUDA library; gets its prototypes here.
+        device: the current device's kernels are loaded.
+
+    Raises:
+        TileMoEError: the kernels cannot be loaded.
+    """
+
+    def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
+        self.device = device
+        self._library = library
+        self._scratch: dict[int, Tensor] = {}
+        self._params = RouterParams()  # of the last call: a launch takes a copy
+        self._places = self._params.places  # a view of it
+        self._sizes = (0, 0, 0)  # tokens, topk, experts of it
+        self._own_bytes = self._places_bytes = 0  # of scratch, at these sizes
+        for name, (result, arguments) in PROTOTYPES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        with torch.cuda.device(device):
+            check(library.tilemoe_router_load(), "loading the router")
+
+    def route(
+        self, gate: Any, x: Tensor, start_ns: int | None = None, stream: int | None = None
+    ) -> Routing:
+        """Routes and places of this rank's tokens; ``router_rules.uncovered(gate)`` must be "".
+
+        The logits are those of ``TopKGate.forward``, by the same call, and its timer runs if the
+        gate's ``wall_clock_breakdown`` is on (which waits for the device, as in DeepSpeed).
+
+        Args:
+            gate: a ``TopKGate``.
+            x: [T, H] tokens on this device, any float dtype; T may be 0, and then counts and l_aux
+                are 0.
+            start_ns: device address of a uint64 for the time when the router began, or None.
+            stream: the current cudaStream_t, if it is at hand.
+
+        Raises:
+            AssertionError: too few tokens, as ``router_rules.rule_of`` says.
+        """
+        rule = rule_of(gate, x.shape[0])
+        try:
+            if gate.wall_clock_breakdown:
+                gate.timers(GATE_TIMER).start()
+            logits = F.linear(x.float(), weight=gate.wg.weight.float(), bias=None)
+            routing = self.decide(logits, gate.k, rule.drop, rule.capacity, start_ns, stream)
+            if gate.wall_clock_breakdown:
+                gate.timers(GATE_TIMER).stop()
+                gate.gate_time = gate.timers(GATE_TIMER).elapsed(reset=False)
+        except BaseException:
+            if gate.wall_clock_breakdown:
+                gate.timers(GATE_TIMER).reset()  # left running, it would fail the next call
+            raise
+        return routing
+
+    def decide(
+        self,
+        logits: Tensor,
+        topk: int,
+        drop: int,
+        capacity: int,
+        start_ns: int | None = None,
+        stream: int | None = None,
+    ) -> Routing:
+        """What follows the logits.
+
+        Args:
+            logits: [T, E] float32, contiguous, on this device.
+            topk: K, at most 16 and at most E; E is at most 1024.
+            drop, capacity: of a ``router_rules.Rule``.
+            start_ns, stream: as of :meth:`route`.
+
+        Raises:
+            ValueError: the logits are not like that.
+        """
+        self._check_tensor("logits", logits, torch.float32)
+        tokens, experts = logits.shape
+        _check_sizes(topk, experts)
+        if topk > experts:
+            raise ValueError(f"topk is {topk}, wanted at most the {experts} experts")
+        ids = torch.empty(tokens, topk, dtype=torch.int32, device=self.device)
+        weights = torch.empty(tokens, topk, dtype=torch.float32, device=self.device)
+        l_aux = torch.empty((), dtype=torch.float32, device=self.device)
+        exp_counts = torch.empty(experts, dtype=torch.int64, device=self.device)
+        places = self._new_places(ids, topk, tokens, experts, True)
+        params = self._params
+        params.logits, params.expert_ids = logits.data_ptr(), ids.data_ptr()
+        params.weights, params.l_aux = weights.data_ptr(), l_aux.data_ptr()
+        params.exp_counts = exp_counts.data_ptr()
+        params.start_ns, params.drop, params.capacity = start_ns, drop, capacity
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        check(self._library.tilemoe_router_launch(params, stream), "the launch of the router")
+        return Routing(ids, weights, l_aux, exp_counts, places)
+
+    def places(self, expert_ids: Tensor, num_experts: int) -> Places:
+        """Places of routes that DeepSpeed's gate has decided.
+
+        Args:
+            expert_ids: [T, K] int32, contiguous, on this device; -1 = dropped. K is at most 16.
+            num_experts: E, at most 1024.
+
+        Raises:
+            ValueError: the ids are not like that.
+        """
+        self._check_tensor("expert_ids", expert_ids, torch.int32)
+        _check_sizes(expert_ids.shape[1], num_experts)
+        places = self._new_places(expert_ids, *expert_ids.shape[::-1], num_experts, False)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        check(self._library.tilemoe_places_launch(self._places, stream), "the launch of the places")
+        return places
+
+    def _new_places(
+        self, ids: Tensor, topk: int, tokens: int, experts: int, for_router: bool
+    ) -> Places:
+        """Outputs, and the params that name them and the scratch."""
+        places = Places(
+            positions=torch.empty_like(ids),
+            sources=torch.empty(tokens * topk, dtype=torch.int32, device=self.device),
+            counts=torch.empty(experts, dtype=torch.int32, device=self.device),
+        )
+        params, sizes = self._places, (tokens, topk, experts)
+        if sizes != self._sizes:
+            self._sizes = sizes
+            params.tokens, params.topk, params.experts = sizes
+            own_bytes = self._library.tilemoe_router_scratch_bytes(*sizes)
+            self._own_bytes = -(-own_bytes // 16) * 16
+            self._places_bytes = self._library.tilemoe_places_scratch_bytes(*sizes)
+        in_front = self._own_bytes if for_router else 0
+        scratch = self._scratch_of(in_front + self._places_bytes).data_ptr()
+        params.expert_ids, params.positions = ids.data_ptr(), places.positions.data_ptr()
+        params.sources, params.counts = places.sources.data_ptr(), places.counts.data_ptr()
+        self._params.scratch, params.scratch = scratch, scratch + in_front
+        return places
+
+    def _scratch_of(self, needed: int) -> Tensor:
+        size = max(_LEAST_SCRATCH, 1 << (needed - 1).bit_length())
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._scratch[size]
+
+    def _check_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if (
+            tensor.dim() != 2
+            or tensor.dtype != dtype
+            or tensor.device != self.device
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device} with strides"
+                f" {tensor.stride()}, wanted a contiguous matrix of {dtype} on {self.device}"
+            )
+
+
+def _check_sizes(topk: int, experts: int) -> None:
+    if not (1 <= topk <= MAX_TOPK and 1 <= experts <= MAX_EXPERTS):
+        raise ValueError(
+            f"got top-{topk} of {experts} experts, wanted at most top-{MAX_TOPK} of {MAX_EXPERTS}"
+        )

@@ -1,0 +1,222 @@
+"""Which split each call of a layer gets, and the words by which a captured graph is told.
+
+The controller of each layer chooses, from the records of past calls; without it (``adaptive`` off,
+a group of one) the settings do.
+
+Shape letters: T tokens of this rank, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_tilemoe.backends import cuda_abi as abi
+from ds_tilemoe.backends.cuda_calibration import measured_machine
+from ds_tilemoe.backends.cuda_heap import CudaHeap, page_locked
+from ds_tilemoe.backends.cuda_layer import CudaLayer, Split
+from ds_tilemoe.backends.cuda_plan import tail_waves
+from ds_tilemoe.backends.cuda_records import Record
+from ds_tilemoe.config import TileOverlapConfig
+from ds_tilemoe.controller import Controller, Limits, observation
+from ds_tilemoe.cost_model import ALL_TAIL_WAVES, Choice, Machine
+
+# About as many SMs fill an NVLink (18 links of an H200); more only slow the GEMM.
+AUTO_CONSUMER_CTAS = 8
+# Of a captured graph, whose split the device looks up: those that are too many end at once.
+MOST_CAPTURED_CTAS = 32
+BUCKETS = 33  # powers of two of tokens
+SHORT_NS = 200_000  # of a call; a controller learns from each longer one
+SHORT_CALLS_A_LOOK = 8  # and from one of so many shorter ones
+MOVERS = {"sm": abi.Mover.SM, "none": abi.Mover.NONE, "sequential": abi.Mover.SEQUENTIAL}
+
+
+class Splits:
+    """The splits of one rank, for all layers of a group.
+
+    Args:
+        config: the ``tile_overlap`` block.
+        sms: of the GPU.
+        world: W.
+
+    Attributes:
+        controllers: by a layer's fingerprint; none where the settings choose.
+    """
+
+    def __init__(self, config: TileOverlapConfig, sms: int, world: int) -> None:
+        self._config, self._sms, self._world = config, sms, world
+        self._machine: Machine | None = None
+        self._words: dict[int, npt.NDArray[np.int32]] = {}  # fingerprint -> [BUCKETS], page-locked
+        self._short_calls: dict[int, int] = {}  # by fingerprint
+        # By fingerprint, bucket and consumer CTAs of a call: the choice, and what explain() says.
+        self._told: dict[tuple[int, int, int], tuple[Choice, tuple[Choice, str]]] = {}
+        self.controllers: dict[int, Controller] = {}
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """What "auto" stands for at the start; see also :meth:`explain`."""
+        joined = self._config.bands_per_segment
+        return {
+            "num_consumer_ctas": self._num_consumers(),
+            "bands_per_segment": 1 if joined == "auto" else joined,
+            "local_tail_waves": tail_waves(self._config),
+            "mover": "sm" if self._config.mover == "auto" else self._config.mover,
+        }
+
+    def calibrate(self, heap: CudaHeap) -> None:
+        """Find out what the machine does, once, if a controller is to use it. Between calls: see
+        ``cuda_calibration.measured_machine``."""
+        adaptive = self._config.adaptive
+        if adaptive.enabled and self._world > 1 and self._machine is None:
+            self._machine = measured_machine(heap, self._sms, adaptive.cache_dir)
+
+    def prepare(self, layer: CudaLayer) -> None:
+        """Makes what a layer needs here; in a capture no page-locked memory can be made."""
+        if layer.fingerprint not in self._words:
+            self._words[layer.fingerprint] = page_locked(4 * BUCKETS).numpy().view(np.int32)
+        if self._machine is not None and layer.fingerprint not in self.controllers:
+            limits = limits_of(self._config)
+            self.controllers[layer.fingerprint] = Controller(
+                self._machine, layer.work, layer.shape.topk, limits
+            )
+
+    def choose(self, layer: CudaLayer, tokens: int, mover: str, capturing: bool) -> Split:
+        """For the next call.
+
+        Args:
+            layer: whose call it is.
+            tokens: T.
+            mover: of the backend.
+            capturing: if the mover is SM, the split's number is the most, and :meth:`wanted_word`
+                holds the wanted one.
+        """
+        config = self._config
+        joined = config.bands_per_segment
+        split = Split(
+            self._num_consumers(),
+            tail_waves(config),
+            1 if joined == "auto" else joined,
+            abi.Mover.SM if mover == "auto" else MOVERS[mover],
+        )
+        if split.mover is abi.Mover.SEQUENTIAL:
+            return split
+        none = split._replace(num_consumer_ctas=0, mover=abi.Mover.NONE)
+        if split.mover is abi.Mover.NONE or self._world == 1:  # then there is nothing to ship
+            return none
+        controller = self.controllers.get(layer.fingerprint)
+        is_open = mover == config.num_consumer_ctas == "auto" and config.min_consumer_ctas <= 1
+        if controller is not None:
+            choice = controller.choose(bucket_of(tokens))
+            waves = choice.local_tail_waves
+            split = Split(
+                choice.num_consumer_ctas,
+                "all" if waves >= ALL_TAIL_WAVES else waves,
+                choice.bands_per_segment,
+                MOVERS[choice.mover],
+            )
+        elif is_open and layer.is_small(tokens):
+            return none  # each SM has a tile at most, and ships when it has made it
+        if capturing:
+            if is_open and split.num_consumer_ctas == 0 and layer.is_small(tokens):
+                return split  # without a consumer that is never wanted
+            self._words[layer.fingerprint][bucket_of(tokens)] = split.num_consumer_ctas
+            split = split._replace(num_consumer_ctas=self._most_captured(), mover=abi.Mover.SM)
+        return split
+
+    def wanted_word(self, layer: CudaLayer, tokens: int) -> int:
+        """Address of the page-locked word from which a captured call of this size reads the number
+        of its consumer CTAs."""
+        return self._words[layer.fingerprint].ctypes.data + 4 * bucket_of(tokens)
+
+    def observe(self, records: Sequence[Record]) -> None:
+        """Learn from calls that have ended."""
+        for record in records:
+            controller = self.controllers.get(record.layer)
+            if controller is None:
+                continue
+            if record.times.scale_end < SHORT_NS:
+                # There the split matters little, and to learn from each would cost the host more.
+                seen = self._short_calls[record.layer] = self._short_calls.get(record.layer, -1) + 1
+                if seen % SHORT_CALLS_A_LOOK:
+                    continue
+            bucket = bucket_of(record.tokens)
+            before = controller.choose(bucket)
+            controller.observe(
+                observation(
+                    record.iteration,
+                    tokens=record.tokens,
+                    rows=record.rows,
+                    remote_rows=record.remote_rows,
+                    num_consumer_ctas=record.consumer_ctas,
+                    bands=record.bands,
+                )
+            )
+            after = controller.choose(bucket)
+            if after is not before:
+                wanted = min(after.num_consumer_ctas, self._most_captured())
+                self._words[record.layer][bucket] = wanted
+
+    def explain(self, record: Record) -> tuple[Choice | None, str]:
+        """The split of a call, and why; None where there was nothing to ship."""
+        if self._world == 1:
+            return None, ""
+        controller, reason = self.controllers.get(record.layer), ""
+        key = (record.layer, bucket_of(record.tokens), record.consumer_ctas)
+        if controller is None:
+            joined, waves = self._config.bands_per_segment, tail_waves(self._config)
+            choice = Choice(
+                record.consumer_ctas,
+                ALL_TAIL_WAVES if waves == "all" else int(waves),
+                1 if joined == "auto" else joined,
+                self._config.mover,
+            )
+        else:
+            choice = controller.choose(key[1])
+            told = self._told.get(key)
+            if told is not None and told[0] is choice:
+                return told[1]
+            reason = controller.why(key[1])
+        mover = "sm" if record.consumer_ctas else "none"
+        found = choice._replace(num_consumer_ctas=record.consumer_ctas, mover=mover), reason
+        self._told[key] = (choice, found)
+        return found
+
+    def _num_consumers(self) -> int:
+        config = self._config
+        wanted = config.num_consumer_ctas
+        wanted = AUTO_CONSUMER_CTAS if wanted == "auto" else wanted
+        return max(config.min_consumer_ctas, min(wanted, self._most()))
+
+    def _most(self) -> int:
+        most = self._config.max_consumer_ctas
+        return self._sms - 1 if most == "auto" else most
+
+    def _most_captured(self) -> int:
+        return max(self._num_consumers(), min(MOST_CAPTURED_CTAS, self._most()))
+
+
+def limits_of(config: TileOverlapConfig) -> Limits:
+    """What the settings leave open to a controller."""
+
+    def given(name: str) -> int | None:
+        value = getattr(config, name)
+        return None if value == "auto" else value
+
+    waves = config.local_tail_waves
+    return Limits(
+        min_consumer_ctas=config.min_consumer_ctas,
+        max_consumer_ctas=given("max_consumer_ctas"),
+        num_consumer_ctas=given("num_consumer_ctas"),
+        local_tail_waves=ALL_TAIL_WAVES if waves == "all" else given("local_tail_waves"),
+        bands_per_segment=given("bands_per_segment"),
+        mover=None if config.mover == "auto" else config.mover,
+        hysteresis=config.adaptive.hysteresis,
+        interval=config.adaptive.interval,
+    )
+
+
+def bucket_of(tokens: int) -> int:
+    """Number of the size bucket: calls within a power of two are alike."""
+    return Controller.bucket_of(tokens)

@@ -1,0 +1,132 @@
+"""Whether a layer's experts are still those that were examined: a look in every call.
+
+Users replace, wrap, hook, patch, cast and load modules between two calls, and nothing tells us.
+With 32 experts that is 130 modules and as many matrices, so a look goes over all of them with loops
+of the interpreter's own (``map``), makes no object for any of them, and only compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from ds_tilemoe.backends.base import Experts
+from ds_tilemoe.layers.experts import LocalExpert, is_linear
+from ds_tilemoe.layers.recognise import UnknownExpert
+
+_CHILDREN, _PARAMETERS = itemgetter("_modules"), itemgetter("_parameters")
+_PRE_HOOKS, _HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
+_DTYPE = attrgetter("dtype")
+_DATA_PTR, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
+# Hooks of all modules of the process.
+_HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+
+
+class ExpertWatch:
+    """Looks at the experts of one layer.
+
+    Args:
+        holder: DeepSpeed's ``Experts`` module.
+        cuts: its experts, examined: no hooks, no patches, one dtype, one recipe.
+
+    Attributes:
+        holder: see above.
+        experts: the cuts; their ``stamp`` is of the last look.
+        weight: a matrix of theirs, at the last look.
+
+    Raises:
+        UnknownExpert: a look could never find them in order.
+    """
+
+    def __init__(self, holder: nn.Module, cuts: Sequence[LocalExpert]) -> None:
+        self.holder = holder
+        self.experts = Experts(cuts)
+        self._cuts = cuts
+        self._modules = [holder, *(module for cut in cuts for module in cut.expert.modules())]
+        self._types = list(map(type, self._modules))
+        # Of a module only its __dict__ is kept: whatever is in there may be replaced.
+        self._tables = list(map(vars, self._modules))
+        family = [vars(holder.deepspeed_experts), *self._tables]
+        self._parents = [table for table in family if table["_modules"]]
+        self._children = self._list_children()
+        linears = dict.fromkeys(module for module in self._modules if is_linear(module))
+        linears.update(dict.fromkeys(linear for cut in cuts for linear in cut.linears))
+        self._linears = list(map(vars, linears))
+        self._parameters: list[Tensor | None] = []  # of the linears
+        self._tensors: list[Tensor] = []  # of these, and the matrices among them
+        self._weights: list[Tensor] = []
+        self._seen: tuple[list[Any], ...] = ()
+        self._with_dropout = [c for c in cuts if c.dropouts or c.recipe.random_in_training]
+        recipe = cuts[0].recipe  # the same in all
+        source, _, path = recipe.activation.partition(":")
+        parent, _, name = path.rpartition(".")
+        self._function = itemgetter(name)
+        self._with_function = [
+            vars(cut.expert.get_submodule(parent)) for cut in cuts if source == "callable"
+        ]
+        self._functions = list(map(self._function, self._with_function))
+        self.weight: Tensor
+        if not self.look():
+            raise UnknownExpert("its experts have hooks, patches or parts that are not plain")
+
+    def look(self) -> bool:
+        """Whether the experts are as they were examined; their numbers and dtype may be others."""
+        try:
+            return self._is_whole() and self._see_operands()
+        except Exception:  # a part that was there is gone
+            return False
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the forward of an expert would now drop at random."""
+        return any(cut.is_random for cut in self._with_dropout)
+
+    @property
+    def may_be_random(self) -> bool:
+        """Whether it would be, in training mode."""
+        return any(cut.may_be_random for cut in self._cuts)
+
+    def _is_whole(self) -> bool:
+        """Nothing was replaced, hooked, patched or given another class (as parametrising does)."""
+        tables = self._tables
+        return not (
+            any(_HOOKS_OF_ALL)
+            or list(map(type, self._modules)) != self._types
+            or self._list_children() != self._children
+            or any(map(_HOOKS, tables))
+            or any(map(_PRE_HOOKS, tables))
+            or any(map(contains, tables, repeat("forward")))
+            or list(map(self._function, self._with_function)) != self._functions
+        )
+
+    def _list_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, map(_CHILDREN, self._parents))))
+
+    def _see_operands(self) -> bool:
+        """Stamps the experts anew if a matrix has moved; false if they differ in dtype."""
+        parameters = list(chain.from_iterable(map(dict.values, map(_PARAMETERS, self._linears))))
+        if len(parameters) != len(self._parameters) or not all(
+            map(is_, parameters, self._parameters)
+        ):
+            # May raise, and is then to raise again.
+            self._weights = [table["_parameters"]["weight"] for table in self._linears]
+            self._tensors = [tensor for tensor in parameters if tensor is not None]
+            self._parameters, self._seen = parameters, ()
+        # Memory that was given back may come again with another dtype or with other strides.
+        seen = (
+            list(map(_DATA_PTR, self._tensors)),
+            list(map(_DTYPE, self._weights)),
+            list(map(_IS_CONTIGUOUS, self._weights)),
+        )
+        if seen == self._seen:
+            return True
+        if len(set(seen[1])) > 1:
+            return False
+        self._seen, self.weight = seen, self._weights[0]
+        self.experts.stamp = object()
+        return True

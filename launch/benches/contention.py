@@ -1,0 +1,179 @@
+"""Latency against split, the controller's choice in it, and what happens when the routing switches.
+
+    python launch/bench.py contention --simulate --seeds 100 --png docs/results/contention.png
+    deepspeed --num_gpus 4 launch/bench.py contention
+
+Per shape and routing one record "steady": static splits, sequential, the rule (the largest split
+that adds no wave), the cost model alone, the controller from several first splits. Then "switch"
+and "mixed" (lengths and routings in turn). With --simulate also "drift" and "bursts", and
+calibrations that are wrong by up to 30 %; on GPUs "overhead": signals and controller on against
+off. Controllers learn from each call here; in a layer, of calls below 200 us, from one of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benches import contention_plot as plot
+from benches.contention_calls import (
+    MIXED_SPLITS,
+    MIXED_TOKENS,
+    Case,
+    hot_ratio,
+    in_turn,
+    pool,
+    traces,
+)
+from benches.contention_records import SETTLE, steady_record, switch_record, trace_record
+from benches.contention_simulate import simulate
+from benches.contention_study import Trial
+from benches.records import BenchError, at_least, sizes
+from ds_tilemoe.config_block import BLOCK
+from ds_tilemoe.simulator import TILES, Simulator
+
+CASES = (
+    Case(16384, 8192, 2048, 16, 2, 256),
+    Case(32768, 8192, 2048, 16, 2, 256),
+    Case(32768, 4096, 1536, 32, 8, 256),
+    Case(16384, 1024, 4096, 16, 2, 128),
+    Case(16384, 512, 2048, 16, 2, 128),
+)
+QUICK_CASES = (CASES[0], CASES[3])
+SPLITS = (1, *range(2, 25, 2))  # the paper's study
+QUICK_SPLITS = (1, 4, 6, 8, 10, 12, 16, 24)
+ROUTINGS = ("balanced", "moderate_skew", "stress_skew")
+SWITCHES = (("balanced", "stress_skew"), ("stress_skew", "balanced"), ("uniform", "moderate_skew"))
+STARTS = (None, 1, 24, 131)  # first splits; None = the cost model's
+QUICK_STARTS = (1, 131)
+FEWEST_SWITCHES, MOST_TRACES = 20, 20  # runs
+FEWEST_ROUNDS = SETTLE + 20
+SEGMENT, QUICK_SEGMENT = 16, 12  # calls behind a switch on GPUs
+MOST_GPU_TRACES = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``contention``."""
+    several = {"action": "extend", "nargs": "+"}
+    names = "M,N,K,LOCAL_EXPERTS,TOPK,TILE_N"
+    parser.add_argument("--simulate", action="store_true", help="no GPU: ds_tilemoe/simulator.py")
+    parser.add_argument("--ranks", type=at_least(2), default=4, help="simulated ranks")
+    parser.add_argument(
+        "--seeds", type=at_least(1), default=4, help="runs of each case; first splits in turn"
+    )
+    parser.add_argument(
+        "--shape", **several, type=sizes(names), metavar=names, help="several (else the study's)"
+    )
+    parser.add_argument("--routing", action="append", choices=[*ROUTINGS, "uniform"])
+    parser.add_argument("--split", type=sizes("..."), metavar="C,C,...", help="static ones")
+    parser.add_argument(
+        "--rounds", type=at_least(FEWEST_ROUNDS), default=60, help="calls of each run"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{FEWEST_ROUNDS} rounds, 2 runs; what is not named: 2 shapes and 8 splits; on GPUs a"
+        " pair of routings switched",
+    )
+    parser.add_argument("--png", type=Path, help="draw it; needs matplotlib")
+    parser.add_argument("--export", type=Path, help="write the choices as a config block")
+
+
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields records; see the module.
+
+    Raises:
+        BenchError: --png without matplotlib; in the simulator, a shape that was never measured;
+            else what ``contention_gpus.on_gpus`` raises.
+    """
+    if args.png is not None:
+        plot.need_matplotlib()
+    if args.quick:
+        args.rounds, args.seeds = FEWEST_ROUNDS, len(QUICK_STARTS)
+    named = [Case(*shape) for shape in args.shape or ()]
+    cases = named or (QUICK_CASES if args.quick else CASES)
+    routings = args.routing or list(ROUTINGS)
+    splits = args.split or (QUICK_SPLITS if args.quick else SPLITS)
+    drawn: list[dict[str, Any]] = []
+    writes = int(os.environ.get("RANK", 0)) == 0  # every rank has all records
+    found = (_simulated if args.simulate else _on_gpus)(args, cases, routings, splits)
+    for record, trial in found:
+        drawn.append({"record": record, "trial": trial})
+        if args.export is not None and record["study"] == "steady" and writes:
+            _export(args.export, trial)
+        yield record
+    if args.png is not None and writes:
+        plot.draw(args.png, drawn)
+
+
+def _simulated(
+    args: argparse.Namespace,
+    cases: Sequence[Case],
+    routings: Sequence[str],
+    splits: Sequence[int],
+) -> Iterator[tuple[dict[str, Any], Trial]]:
+    for case in cases:
+        if (case.tile_n, case.n, case.k) not in TILES:
+            known = ", ".join(f"N {n} K {k} tile_n {t}" for t, n, k in TILES)
+            raise BenchError(
+                f"--shape: got N {case.n} K {case.k} tile_n {case.tile_n}, wanted one that was"
+                f" measured: {known}"
+            )
+    ranks = args.ranks
+    starts = QUICK_STARTS if args.quick else STARTS
+    for case in cases:
+        simulators = {case.tokens: Simulator(case.problem(ranks))}
+        for routing in routings:
+            some = pool(case, routing, ranks)
+            calls = in_turn(case, some, args.rounds)
+            trials = simulate(simulators, calls, splits, range(args.seeds), starts)
+            record = steady_record(case, routing, ranks, trials, True)
+            yield record | {"hot_ratio": round(hot_ratio(some[0]), 3)}, trials[0]
+        for before, after in SWITCHES:
+            half = args.rounds // 2
+            pools = pool(case, before, ranks), pool(case, after, ranks, hot=1)
+            calls = in_turn(case, pools[0], half) + in_turn(case, pools[1], half)
+            trials = simulate(simulators, calls, splits, range(max(FEWEST_SWITCHES, args.seeds)))
+            record = switch_record(case, (before, after), ranks, half, trials, True)
+            yield record | {"hot_ratio": [round(hot_ratio(p[0]), 3) for p in pools]}, trials[0]
+    every = tuple(dict.fromkeys((*MIXED_SPLITS, *splits)))
+    for case in {(c.n, c.k, c.tile_n): c for c in reversed(cases)}.values():
+        lengths = dict.fromkeys((*MIXED_TOKENS, case.tokens))
+        simulators = {
+            tokens: Simulator(case._replace(m=tokens * case.topk).problem(ranks))
+            for tokens in lengths
+        }
+        for study, calls in traces(case, ranks, 2 * args.rounds).items():
+            trials = simulate(simulators, calls, every, range(min(MOST_TRACES, args.seeds)))
+            yield trace_record(case, study, ranks, trials, MIXED_SPLITS, True), trials[0]
+
+
+def _on_gpus(
+    args: argparse.Namespace,
+    cases: Sequence[Case],
+    routings: Sequence[str],
+    splits: Sequence[int],
+) -> Iterator[tuple[dict[str, Any], Trial | None]]:
+    # Needs torch, which the simulator does without.
+    from benches.contention_gpus import PAIRS, Effort, on_gpus
+
+    starts = QUICK_STARTS if args.quick else STARTS
+    effort = Effort(
+        rounds=args.rounds,
+        starts=[starts[run % len(starts)] for run in range(args.seeds)],
+        segment=QUICK_SEGMENT if args.quick else SEGMENT,
+        pairs=PAIRS[:1] if args.quick else PAIRS,
+        leading=1 if args.quick else 2,
+        traces=1 if args.quick else MOST_GPU_TRACES,
+    )
+    return on_gpus(cases, routings, splits, effort)
+
+
+def _export(path: Path, trial: Trial) -> None:
+    """The choice of the rank that the group waits for: the one with most rows is rank 0 here."""
+    block = {BLOCK: trial.controllers[0].export()}
+    path.write_text(json.dumps(block, indent=2) + "\n")

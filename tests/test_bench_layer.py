@@ -1,0 +1,297 @@
+"""bench.py layer: its layers and inputs, what it refuses to time, its records on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_bench_operator import lines, start
+
+from ds_tilemoe import reference
+from ds_tilemoe.routing import Routing
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
+
+from benches import layer, layer_check, layer_models, layer_parts, peers, ranks
+from benches.calls import Routed, hot_ratio
+from benches.layer_models import EXPERT_KINDS, LayerShape
+from benches.records import BenchError
+
+CPU = torch.device("cpu")
+ALONE = ranks.World(0, 1, CPU, None)
+
+
+def rank_of(ranks_, rank):
+    """A rank that meets nobody: enough for what each rank makes by itself."""
+    return ranks.World(rank, ranks_, CPU, None)
+
+
+@pytest.mark.parametrize("kind", list(EXPERT_KINDS))
+@pytest.mark.parametrize("topk", [1, 3])
+def test_the_torch_layer_is_a_moe_layer(kind, topk):
+    """Against the oracle, which loops over tokens' experts; an expert without rows among them."""
+    expert, paths, activation = EXPERT_KINDS[kind]
+    generator = torch.Generator().manual_seed(3)
+
+    def made(*shape):
+        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+    experts = [expert(12, 20) for _ in range(5)]
+    matrices = []
+    for path in paths:
+        weights = [module.get_submodule(path).weight for module in experts]
+        stack = made(5, *weights[0].shape)
+        for weight, values in zip(weights, stack, strict=True):
+            weight.data.copy_(values)
+        matrices.append(stack)
+    *ups, down = matrices
+    gate, x = made(5, 12) * 12**0.5, made(33, 12) * 12**0.5
+    gate[2], x[:, 0] = -10 * F.one_hot(torch.tensor(0), 12).float(), x[:, 0].abs() + 1
+    dropless = peers.TorchMoE(None, gate, tuple(ups), down, activation, topk)
+    weights, ids = F.linear(x, gate).softmax(1).topk(topk)
+    assert not (ids == 2).any()
+    if topk > 1:
+        weights = weights / weights.sum(1, keepdim=True)
+    nothing = torch.zeros(())
+    routing = Routing(ids.int(), weights, nothing, torch.zeros(5, dtype=torch.int64))
+    with torch.no_grad():
+        want = reference.moe(x, routing, experts)
+        got = dropless(x)
+    assert got.shape == x.shape
+    assert torch.allclose(got, want, atol=1e-5)
+    assert dropless(x[:0]).shape == (0, 12)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64])
+def test_few_tokens_can_be_balanced(tokens):
+    """128 experts and 8 routes a token: one token a rank has to spread over all ranks."""
+    shape = LayerShape(tokens, 4096, 1536, 128, 8)
+    for seed in range(3):
+        ids = [layer_models.make_ids("balanced", rank_of(4, r), shape, seed) for r in range(4)]
+        assert all(len(set(token)) == 8 for rank in ids for token in rank.tolist())
+        rows = np.bincount(np.concatenate(ids).ravel() // 32, minlength=4)
+        assert (rows == tokens * 8).all()
+        counts = np.bincount(np.concatenate(ids).ravel(), minlength=128)
+        assert counts.max() - counts.min() <= 1
+    others = [layer_models.make_ids("balanced", rank_of(4, 0), shape, s).tolist() for s in range(4)]
+    assert any(other != others[0] for other in others[1:])
+
+
+@pytest.mark.parametrize("routing", ["balanced", "uniform", "moderate_skew", "stress_skew"])
+def test_the_gate_decides_as_the_routing_says(routing):
+    """Also in bf16, where rows and gate are rounded; make_input itself raises where it does not."""
+    shape = LayerShape(512, 64, 1, 16, 2)
+    generator = torch.Generator().manual_seed(0)
+    gate = torch.linalg.qr(torch.randn(64, 16, generator=generator)).Q.t().bfloat16()
+    counts = []
+    for rank in range(4):
+        world = rank_of(4, rank)
+        ids = layer_models.make_ids(routing, world, shape, seed=7)
+        x = layer_models.make_input(world, gate, ids, torch.bfloat16, seed=7)
+        decided = F.linear(x.float(), gate.float()).topk(2).indices
+        assert torch.equal(decided.sort().values, torch.from_numpy(ids).long().sort().values)
+        counts.append(np.bincount(ids.ravel(), minlength=16))
+        assert 0.5 < x.float().std() < 8
+    wanted = {"balanced": 1.0, "moderate_skew": 1.6, "stress_skew": 2.6}.get(routing)
+    if wanted is not None:
+        assert hot_ratio(np.stack(counts)) == pytest.approx(wanted, rel=0.02)
+
+
+def test_an_input_that_goes_elsewhere_is_refused():
+    gate = torch.zeros(4, 8)  # it decides nothing
+    with pytest.raises(BenchError, match=r"the gate sends \d+ of 9 tokens elsewhere"):
+        layer_models.make_input(ALONE, gate, np.full((9, 1), 3, np.int32), torch.float32, 0)
+
+
+class _Layer:
+    """What a MoE returns, with a fault in call number ``bad``."""
+
+    def __init__(self, bad=None, fault=0.0):
+        self.calls, self.bad, self.fault = 0, bad, fault
+
+    def __call__(self, x):
+        self.calls += 1
+        y = x * 2
+        if self.calls == self.bad:
+            y[1, 2] += self.fault
+        return y, None, None
+
+
+def both(*args):
+    return {"nodrop": _Layer(), "drop": _Layer(*args)}
+
+
+def test_layers_that_differ_are_not_timed():
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    x[3] = 0  # all of its routes dropped
+    assert layer_check.check(ALONE, both(), both(), lambda x: x * 2, [x, x]) == 0.0
+    with pytest.raises(BenchError, match="drop: 1 elements of two calls differ: not timed"):
+        layer_check.check(ALONE, both(2, 1e-6), both(), lambda x: x * 2, [x])
+    with pytest.raises(BenchError, match=r"drop: a token is off by .*not timed"):
+        layer_check.check(ALONE, both(), both(1, 0.1), lambda x: x * 2, [x])
+    with pytest.raises(BenchError, match="the torch layer is off by"):
+        layer_check.check(ALONE, both(), both(), lambda x: x * 2.1, [x])
+    zero = torch.zeros(6, 5)
+    assert layer_check.token_error(zero, zero) == 0.0
+    assert layer_check.token_error(zero + 1, zero) > 1
+    assert layer_check.token_error(zero / 0, zero) == 1e9
+
+
+def test_a_sequential_layer_with_other_bits_is_not_timed():
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    inside = []
+
+    @contextlib.contextmanager
+    def measured(layers):
+        inside.append(layers)
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_check.ds_tilemoe, "measure_combine_alone", measured)
+        alone = {"nodrop": _Layer()}
+        layer_check.check_sequential(ALONE, alone, both(), x)
+        assert inside == [alone]
+        with pytest.raises(BenchError, match="sequential: 1 of 30 elements are others: not timed"):
+            layer_check.check_sequential(ALONE, {"nodrop": _Layer(1, 1e-3)}, both(), x)
+
+
+def test_a_graph_that_keeps_its_old_input_is_not_timed():
+    class Replay:
+        forward = staticmethod(lambda x: x + 1)
+
+        def __init__(self, is_stale):
+            self.is_stale, self.x = is_stale, torch.zeros(3)
+
+        def load(self, x):
+            self.x = self.x if self.is_stale else x
+
+        def __call__(self):
+            return self.x + 1
+
+    inputs = [torch.zeros(3), torch.ones(3)]
+    layer_check.check_replays(ALONE, Replay(False), inputs)
+    with pytest.raises(BenchError, match="as a graph 3 of 3 elements are others: not timed"):
+        layer_check.check_replays(ALONE, Replay(True), inputs)
+
+
+def test_idle_gaps_are_what_kernels_do_not_fill():
+    times = np.array([1000.0, float("nan"), 1100.0, 900.0])
+    assert layer.idle_fields(times, 250.04) == {
+        "deepspeed_busy_us": 250.0,
+        "deepspeed_idle_us": 750.0,
+    }
+    assert layer.idle_fields(times, 2000.0)["deepspeed_idle_us"] == 0.0
+    assert set(layer.idle_fields(times, None).values()) == {None}
+
+
+def test_covered_time_counts_overlaps_once():
+    assert layer_parts.covered([]) == 0.0
+    assert layer_parts.covered([(5, 7), (0, 2), (1, 4), (6, 6.5), (10, 11)]) == 4 + 2 + 1
+
+
+def test_counts_turned_round_move_what_dispatch_moves():
+    """Rows from rank a to rank b at dispatch are rows from a to b at that combine."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 9, (3, 6)).astype(np.int32)
+    nothing = np.empty((0, 2), np.int32)
+    turned = layer_parts.turned_round(Routed(counts, nothing, nothing, nothing)).counts
+    dispatched = counts.reshape(3, 3, 2).sum(axis=2)  # [owner, expert's rank]
+    returned = turned.reshape(3, 3, 2).sum(axis=2).T  # [expert's rank, owner]
+    assert (dispatched == returned).all()
+
+
+def test_one_rank_without_a_launcher(tmp_path):
+    out = tmp_path / "layer.jsonl"
+    done = start("layer", "--quick", "--commit", "abc", "--out", out)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(out)
+    wanted = {"bench": "layer", "ranks": 1, "tokens": 64, "expert_kind": "gelu", "mode": "eager"}
+    assert wanted.items() <= record.items()
+    assert record["bound_us"] is None  # of a GPU only
+    assert record["ours_device_us"] is record["ours_host_us"] is None
+    assert record["router"] == "deepspeed"
+    assert record["calls_in_a_row"] == 1  # a call has ended when it returns
+    assert record["peers_absent"].keys() == {"tutel", "deep_ep", "flashinfer"}
+    header, row = [
+        line for line in done.stderr.splitlines() if "ours_us" in line or " gelu " in line
+    ]
+    assert len(header) == len(row)
+
+
+def test_two_ranks(tmp_path):
+    out = tmp_path / "layer.jsonl"
+    flags = ["--shape", "48,64,40,8,2", "3,64,40,8,3", "--routing", "balanced"]
+    flags += ["--rounds", "50", "--peer-rounds", "10", "--dtype", "bfloat16"]
+    flags += ["--block", json.dumps({"num_consumer_ctas": 2, "layout": "aligned"})]
+    done = start("layer", *flags, "--commit", "abc", "--out", out, ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = lines(out)
+    assert [(r["tokens"], r["topk"], r["expert_kind"]) for r in found] == [
+        (48, 2, "gelu"),
+        (48, 2, "swiglu"),
+        (3, 3, "gelu"),
+        (3, 3, "swiglu"),
+    ]
+    for record in found:
+        wanted = {"ranks": 2, "backend": "cpu", "gpu": None, "dtype": "bfloat16", "hidden": 64}
+        wanted |= {"ffn": 40, "experts": 8, "local_experts": 4, "hot_ratio": 1.0, "gemm_n": 64}
+        assert wanted.items() <= record.items()
+        assert record["settings"]["num_consumer_ctas"] == 2
+        assert record["settings"]["layout"] == "aligned"
+        assert record["max_rel_err"] <= 1.6e-2
+        for name in ("ours", "ours_drop", "sequential", "deepspeed", "deepspeed_nodrop", "torch"):
+            assert 0 < record[f"{name}_p10_us"] <= record[f"{name}_us"] <= record[f"{name}_p90_us"]
+        assert record["deepspeed_over_ours"] > 0
+        assert record["torch_over_ours"] > 0
+        assert record["parts"]["exposed_combine_us"] > 0
+
+
+@pytest.mark.parametrize(("peers_", "timed"), [("none", []), ("torch", ["torch"])])
+def test_only_the_wanted_peers_are_timed(tmp_path, peers_, timed):
+    out = tmp_path / "layer.jsonl"
+    flags = ["--quick", "--expert-kind", "swiglu", "--peers", peers_, "--commit", "abc"]
+    done = start("layer", *flags, "--out", out)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(out)
+    assert (record["expert_kind"], record["peers"]) == ("swiglu", peers_)
+    assert record["ours_us"] > 0
+    assert record["of_sequential"] > 0
+    names = ("deepspeed", "deepspeed_nodrop", "torch")
+    assert [name for name in names if record[f"{name}_us"] is not None] == timed
+    assert (record["torch_over_ours"] is not None) is ("torch" in timed)
+    assert "No existing process group" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mode", "graph"], "--mode: got graph without a GPU, wanted eager"),
+        (["--block", "{"], "--block: got '{', wanted JSON"),
+        (["--block", '{"mver": "sm"}'], "mover"),
+        (
+            ["--routing", "stress_skew"],
+            "start it on more ranks: deepspeed --num_gpus 4 launch/bench.py layer",
+        ),
+        (["--decode", "--shape", "1,8,8,2,1"], "--decode and --shape: got both, wanted one"),
+    ],
+)
+def test_bad_flags_are_named(tmp_path, flags, message):
+    done = start("layer", *flags, "--commit", "abc", "--out", tmp_path / "x")
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_wrong_number_of_ranks_is_answered_with_the_right_command(tmp_path):
+    flags = ["--shape", "8,8,8,7,1", "--out", tmp_path / "x", "--commit", "abc"]
+    done = start("layer", *flags, ranks=2)
+    assert done.returncode == 1
+    assert "got 7 experts on 2 ranks, wanted a number of ranks that divides them" in done.stderr
+    assert "deepspeed --num_gpus 7 launch/bench.py layer --shape 8,8,8,7,1" in done.stderr

@@ -1,0 +1,259 @@
+"""The fused router's Python side on the CPU: the ABI's bytes, what kernels are told, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.sharded_moe import TopKGate
+from moe_models import fill
+from torch import Tensor
+
+from ds_tilemoe import reference
+from ds_tilemoe.backends import cuda_router
+from ds_tilemoe.backends.cuda_router import PROTOTYPES, FusedRouter, PlacesParams, RouterParams
+from ds_tilemoe.errors import BuildError, TileMoEError
+from ds_tilemoe.op_builder import base, toolkit
+from ds_tilemoe.op_builder.jit import find_compiler
+from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, Drop, Rule, route_reference
+from ds_tilemoe.routing import GATE_TIMER, Places, Routing, route
+
+HEADER = "router/router.h"
+CPU = torch.device("cpu")
+
+
+def test_structs_enums_and_limits_are_those_of_the_header(
+    tmp_path: Any, request: pytest.FixtureRequest
+) -> None:
+    compiler = find_compiler()
+    try:
+        if compiler is None:
+            raise BuildError("there is no C++ compiler")
+        include = toolkit.find_toolkit(compiler).libraries.parent / "include"
+    except BuildError as error:
+        if request.config.getoption("--require-cuda-build"):
+            pytest.fail(str(error))
+        pytest.skip(f"needs the headers of a CUDA toolkit: {error}")
+    wanted = {"kMaxTopk": MAX_TOPK, "kMaxRouterExperts": MAX_EXPERTS}
+    for drop in Drop:
+        wanted[f"static_cast<int>(Drop::{drop.name.lower()})"] = drop
+    for kind in (PlacesParams, RouterParams):
+        wanted[f"sizeof({kind.__name__})"] = ctypes.sizeof(kind)
+        for name, _ in kind._fields_:
+            field = getattr(kind, name)
+            wanted[f"offsetof({kind.__name__}, {name})"] = field.offset
+            wanted[f"sizeof({kind.__name__}::{name})"] = field.size
+    source = tmp_path / "check.cpp"
+    checks = "\n".join(f"static_assert({what} == {value});" for what, value in wanted.items())
+    source.write_text(
+        f'#include <cstddef>\n#include "{HEADER}"\nusing namespace tilemoe;\n{checks}\n'
+    )
+    command = [*compiler, "-std=c++17", "-fsyntax-only", f"-I{base.csrc_root()}", f"-I{include}"]
+    built = subprocess.run(
+        [*command, str(source)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert built.returncode == 0, built.stderr
+
+
+def test_every_field_and_function_of_the_header_is_mirrored() -> None:
+    text = re.sub(r"//[^\n]*", "", (base.csrc_root() / HEADER).read_text())
+    for kind in (PlacesParams, RouterParams):
+        body = re.search(rf"\bstruct {kind.__name__} {{(.*?)\n}};", text, re.DOTALL)
+        assert body is not None
+        assert re.findall(r"\b(\w+);", body[1]) == [name for name, _ in kind._fields_]
+    declared = dict(re.findall(r"\b(tilemoe_\w+)\(([^)]*)\);", text))
+    assert set(declared) == set(PROTOTYPES)
+    for name, (_, arguments) in PROTOTYPES.items():
+        assert len([part for part in declared[name].split(",") if part.strip()]) == len(arguments)
+
+
+def memory(address: int | None, dtype: torch.dtype, *shape: int) -> Tensor:
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    raw = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address or 0)
+    return torch.frombuffer(raw, dtype=dtype).view(shape)
+
+
+class PlayedLibrary:
+    """The router's C ABI played by the reference; it reads all it knows from the params."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.seen: list[RouterParams] = []
+        self.tilemoe_router_load = lambda: self.status
+        self.tilemoe_places_scratch_bytes = lambda tokens, topk, experts: 4 * experts
+        self.tilemoe_router_scratch_bytes = lambda tokens, topk, experts: 8 * tokens * topk + 4
+        self.tilemoe_places_launch = lambda params, stream: self._places(params)
+        self.tilemoe_router_launch = lambda params, stream: self._route(params)
+        for name in PROTOTYPES:
+            setattr(self, name, PlayedFunction(getattr(self, name)))
+
+    def _places(self, p: PlacesParams) -> int:
+        assert p.scratch % 16 == 0
+        memory(p.scratch, torch.uint8, 4 * p.experts).fill_(0xEE)
+        ids = memory(p.expert_ids, torch.int32, p.tokens, p.topk)
+        positions = reference.places_in_runs(ids)
+        memory(p.positions, torch.int32, p.tokens, p.topk).copy_(positions)
+        order = torch.where(ids < 0, p.experts, ids).flatten().sort(stable=True).indices
+        memory(p.sources, torch.int32, p.tokens * p.topk).copy_(order // p.topk)
+        counts = reference.counts(ids, p.experts)
+        memory(p.counts, torch.int32, p.experts).copy_(counts)
+        return self.status
+
+    def _route(self, p: RouterParams) -> int:
+        self.seen.append(p)
+        places = p.places
+        tokens, topk, experts = places.tokens, places.topk, places.experts
+        assert places.expert_ids == p.expert_ids
+        assert p.scratch % 16 == 0
+        own = memory(p.scratch, torch.uint8, 8 * tokens * topk + 4).fill_(0xAA)
+        logits = memory(p.logits, torch.float32, tokens, experts)
+        routing = route_reference(logits, topk, Rule(Drop(p.drop), p.capacity))
+        memory(p.expert_ids, torch.int32, tokens, topk).copy_(routing.expert_ids)
+        memory(p.weights, torch.float32, tokens, topk).copy_(routing.weights)
+        memory(p.l_aux, torch.float32, 1).copy_(routing.l_aux)
+        memory(p.exp_counts, torch.int64, experts).copy_(routing.exp_counts)
+        status = self._places(places)
+        assert (own == 0xAA).all(), "the scratch of the places lies in the router's"
+        return status
+
+
+class PlayedFunction:
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.restype: Any = None
+        self.argtypes: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert len(arguments) == len(self.argtypes)
+        return self.call(*arguments)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> PlayedLibrary:
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(cuda_router.torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(cuda_router.torch.cuda, "device", lambda d: contextlib.nullcontext())
+    return PlayedLibrary()
+
+
+def gate_of(k: int, **options: Any) -> Any:
+    options = {"use_rts": False, "top2_2nd_expert_sampling": False, **options}
+    gate = TopKGate(16, 8, k=k, **options).eval()
+    fill(gate, 0)
+    return gate.requires_grad_(False)
+
+
+def tokens(count: int) -> Tensor:
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(count))
+
+
+def assert_same(ours: Routing, theirs: Routing) -> None:
+    assert torch.equal(ours.expert_ids, theirs.expert_ids)
+    assert torch.allclose(ours.weights, theirs.weights, rtol=1e-6)
+    assert torch.allclose(ours.l_aux, theirs.l_aux, rtol=1e-5)
+    assert torch.equal(ours.exp_counts, theirs.exp_counts)
+    for ours_one, theirs_one in ((ours.l_aux, theirs.l_aux), (ours.exp_counts, theirs.exp_counts)):
+        assert (ours_one.shape, ours_one.dtype) == (theirs_one.shape, theirs_one.dtype)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("count", [21, 0])
+def test_route_is_the_gates(library: PlayedLibrary, k: int, training: bool, count: int) -> None:
+    gate = gate_of(k, capacity_factor=0.3, eval_capacity_factor=0.6, min_capacity=1).train(training)
+    router = FusedRouter(library, CPU)
+    x = tokens(count).to(torch.bfloat16)
+    routing = router.route(gate, x, start_ns=4096)
+    assert_same(routing, route(gate, x))
+    (params,) = library.seen
+    assert params.drop == (Drop.POSITION if k == 2 else Drop.PROBABILITY)
+    assert params.start_ns == 4096
+    assert isinstance(routing.places, Places)
+    kept = routing.expert_ids >= 0
+    assert bool((~kept).any()) == (count > 0)
+    found = router.places(routing.expert_ids, 8)
+    for places in (routing.places, found):
+        assert torch.equal(places.counts.long(), reference.counts(routing.expert_ids, 8))
+        want = reference.places_in_runs(routing.expert_ids)
+        assert torch.equal(places.positions[kept].long(), want[kept])
+        assert places.sources.shape == (count * k,)
+        for tensor in (places.positions, places.sources, places.counts):
+            assert tensor.dtype == torch.int32
+
+
+def test_scratch_is_made_once_a_size(library: PlayedLibrary) -> None:
+    router = FusedRouter(library, CPU)
+    seen = []
+    for count in (5, 2000, 6, 2040, 5, 5000):
+        router.route(gate_of(2, drop_tokens=False), tokens(count))
+        seen.append(library.seen[-1].scratch)
+        assert library.seen[-1].start_ns is None
+    small, middle, _, _, _, large = seen
+    assert seen == [small, middle, small, middle, small, large]
+    assert len({small, middle, large}) == 3
+
+
+def test_the_gates_timer_runs_if_it_is_wanted(library: PlayedLibrary) -> None:
+    gate = gate_of(2)
+    router = FusedRouter(library, CPU)
+    router.route(gate, tokens(3))
+    assert gate.gate_time == 0
+    gate.wall_clock_breakdown = True
+    router.route(gate, tokens(3))
+    assert gate.gate_time > 0
+    library.status = 1
+    with pytest.raises(TileMoEError, match="the launch of the router gave cudaError 1"):
+        router.route(gate, tokens(3))
+    assert not gate.timers(GATE_TIMER).started_
+
+
+def test_too_few_tokens_are_said_before_a_launch(library: PlayedLibrary) -> None:
+    gate = gate_of(1, min_capacity=4)
+    gate.wall_clock_breakdown = True
+    with pytest.raises(AssertionError, match="min_capacity"):
+        FusedRouter(library, CPU).route(gate, tokens(3))
+    assert library.seen == []
+    assert not gate.timers(GATE_TIMER).started_
+
+
+def test_a_router_that_cannot_be_loaded_says_so(library: PlayedLibrary) -> None:
+    library.status = 209
+    with pytest.raises(TileMoEError, match="loading the router gave cudaError 209"):
+        FusedRouter(library, CPU)
+
+
+@pytest.mark.parametrize(
+    ("logits", "topk", "said"),
+    [
+        (torch.zeros(3, 4, dtype=torch.bfloat16), 2, "bfloat16"),
+        (torch.zeros(4, 3).t(), 2, "contiguous"),
+        (torch.zeros(3), 2, r"\[3\]"),
+        (torch.zeros(3, 4), 5, "topk is 5, wanted at most the 4 experts"),
+        (torch.zeros(3, 40), 17, "top-17 of 40 experts"),
+        (torch.zeros(1, 1025), 2, "top-2 of 1025 experts"),
+        (torch.zeros(1, 4), 0, "top-0"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_refused(
+    library: PlayedLibrary, logits: Tensor, topk: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        FusedRouter(library, CPU).decide(logits, topk, Drop.NONE, 0)
+    assert library.seen == []
+
+
+def test_ids_that_are_no_matrix_of_int32_are_refused(library: PlayedLibrary) -> None:
+    router = FusedRouter(library, CPU)
+    for ids in (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="expert_ids is"):
+            router.places(ids, 4)
+    with pytest.raises(ValueError, match="of 1025"):
+        router.places(torch.zeros(3, 2, dtype=torch.int32), 1025)
