@@ -89,9 +89,12 @@ def restore(engine_or_model: Any) -> int:
 def check(engine_or_model: Any) -> None:
     """Raise a failure that no forward has raised yet. Local.
 
-    On CUDA it waits for the device first: call it where you read results. On the CPU every forward
-    raises its own failure; what is left to say is that a heap has failed and that no later forward
-    can succeed.
+    On CUDA it waits for the device first: call it where you read results, after each step. A
+    failure that a later forward hears instead, or that has calls launched behind it, fails the
+    group on all ranks: they may be out of step, and ``apply()`` puts that right.
+
+    On the CPU every forward raises its own failure; what is left to say is that a heap has failed
+    and that no later forward can succeed.
 
     Raises:
         RankFailure, CapacityError: a call failed on another rank (CUDA), once.

@@ -122,7 +122,7 @@ class FakeLibrary:
         self.failed, self.epoch = None, 0  # a new heap
         rows = shape.max_slots * cuda_abi.TILE_M
         assert shape.dispatch_bytes % rows == 0
-        offsets.counts, offsets.count_row_bytes = 0, COUNT_ROW
+        offsets.counts, offsets.count_row_bytes = 128, COUNT_ROW
         offsets.recv = RECV
         offsets.dispatch = RECV + -(-shape.recv_bytes // 4096) * 4096
         offsets.block_bytes = offsets.dispatch + shape.dispatch_bytes
@@ -195,6 +195,7 @@ class FakeLibrary:
         self.epoch += 1
         self.exchange = p
         plan, view = p.plan, p.view
+        memory(view.state, np.uint64, 1)[0] = self.epoch
         experts = view.world * plan.params.local_experts
         assert p.counts == plan.counts
         assert plan.front_bands
@@ -220,8 +221,7 @@ class FakeLibrary:
 
     def _judge(self, view: Any, said: Any, most: int) -> int:
         if self.failed:
-            self._tell(view, *self.failed)
-            return self.failed[0]
+            return self._tell(view, *self.failed)
         bad = [peer for peer, (status, *_) in enumerate(said) if status]
         if bad:
             changed = sum(status == 2 for status, *_ in said)
@@ -385,12 +385,17 @@ class FakeLibrary:
     def _tell(
         self, view: Any, outcome: int, peer: int, seen: int, wanted: int, wait: int = 0
     ) -> int:
-        record = cuda_abi.ErrorRecord.from_address(view.host_error)
-        if not record.outcome:
-            host = outcome == cuda_abi.Outcome.HOST_FAILURE
-            record.wait, record.rank, record.peer = wait, peer if host else view.rank, peer
-            record.seen, record.wanted, record.epoch = seen, wanted, self.epoch
-            record.outcome = outcome
+        host = outcome == cuda_abi.Outcome.HOST_FAILURE
+        record = cuda_abi.ErrorRecord(outcome, wait, peer if host else view.rank, peer)
+        record.seen, record.wanted, record.epoch = seen, wanted, self.epoch
+        size = ctypes.sizeof(record)
+        told = cuda_abi.ErrorRecord.from_address(view.host_error)
+        if not told.outcome:
+            ctypes.memmove(view.host_error, ctypes.addressof(record), size)
+        block = self._block(view)
+        if self.failed and not memory(block, np.uint32, 2)[1]:
+            ctypes.memmove(block + 8, ctypes.addressof(record), size)
+            memory(block, np.uint32, 2)[:] = 1
         return outcome
 
 
@@ -439,6 +444,9 @@ class Stream:
 
     def __init__(self, library: FakeLibrary) -> None:
         self._library = library
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         self._library.log.append("waits")

@@ -33,6 +33,7 @@ ENUMS = (
 CONSTANTS = {
     "kProducerTileM": cuda_abi.TILE_M,
     "kProducerStoreRows": cuda_abi.STORE_ROWS,
+    "kProducerFewRows": cuda_abi.FEW_ROWS,
     "kMaxWorld": cuda_abi.MAX_WORLD,
     "kPlanMaxLocalExperts": cuda_abi.MAX_LOCAL_EXPERTS,
 }

@@ -18,7 +18,7 @@ from moe_models import dense_experts, fill, make_moe, own_routing, raised, same_
 from torch import Tensor, nn
 
 from ds_tilemoe import reference
-from ds_tilemoe.backends import cuda_abi, cuda_split
+from ds_tilemoe.backends import cuda_abi, cuda_blocks, cuda_split
 from ds_tilemoe.backends.base import LayerChange, LayerShape
 from ds_tilemoe.backends.cuda import CudaBackend
 from ds_tilemoe.backends.cuda_limits import fused_obstacle
@@ -254,8 +254,107 @@ def heard_by_the_next_forward(ctx: RankContext) -> None:
             assert isinstance(layer.fails(rows(20), KeyError("x")), KeyError)
         else:
             assert layer(rows(20)).isnan().all()
-            assert "rank 0 of the group failed" in str(raised(layer, rows(20)))
+            error = raised(layer, rows(20))
+            assert isinstance(error, RankFailure)
+            assert "rank 0 of the group failed" in str(error)
+            assert "ds_tilemoe.check(engine) after each step" in str(error)
+        if ctx.rank == 0:
+            assert layer(rows(20)).isnan().all(), "its peer has raised instead of a call"
+        assert isinstance(raised(layer, rows(20)), DeadlineError), "no rank goes on out of step"
+        layer.open()
         assert torch.equal(layer(rows(20)), want)
+
+
+@case
+def heard_with_calls_behind(ctx: RankContext) -> None:
+    """By check(), as the host had run ahead: what waits behind the failed call must end."""
+    for hung in (False, True):
+        with fake() as (library, _):
+            layer = Layer().open()
+            want = layer.check(rows(20))
+            if ctx.rank == 0:
+                library.log.clear()
+                assert isinstance(layer.fails(rows(20), KeyError("x")), KeyError)
+                assert layer(rows(20)) is not None
+                if not hung:
+                    layer.backend.check()
+                assert layer(rows(20)).isnan().all()
+            else:
+                failures = layer.backend._heap.failures
+                layer(rows(20))
+                hear, failures.hear = failures.hear, lambda: None  # not told yet
+                layer(rows(20))
+                failures.hear = hear
+                if hung:
+                    layer.backend._caller.stream.query = lambda: "fail" in library.log
+                error = raised(layer.backend.check)
+                assert isinstance(error, RankFailure)
+                assert "call 2" in str(error)
+                assert "group has failed" in str(error)
+                assert library.log.count("fail") == 1
+            assert isinstance(raised(layer, rows(20)), DeadlineError)
+            layer.open()
+            assert torch.equal(layer(rows(20)), want)
+
+
+@case
+def a_worse_failure_behind_an_unread_one(ctx: RankContext) -> None:
+    """The host's word is taken; the block has it."""
+    with fake() as (library, _):
+        layer = Layer().open()
+        want = layer.check(rows(20))
+        failures, heap = layer.backend._heap.failures, layer.backend._heap
+        if ctx.rank == 0:
+            assert isinstance(layer.fails(rows(20), KeyError("x")), KeyError)
+        else:
+            layer(rows(20))
+        hear, failures.hear = failures.hear, lambda: None
+        library.fail_combine = True
+        layer(rows(20))
+        library.fail_combine = False
+        failures.hear = hear
+        assert "waited too long for rows" in layer.backend.failure()
+        assert isinstance(raised(layer.backend.check), DeadlineError)
+        layer.open()
+        assert layer.backend._heap is not heap
+        assert torch.equal(layer(rows(20)), want)
+
+
+@case
+def a_layer_that_cannot_be_made(ctx: RankContext) -> None:
+    """Its peers are in the count exchange by then."""
+    with fake() as (library, _), pytest.MonkeyPatch.context() as patch:
+        layer = Layer().open()
+        if ctx.rank == 1:
+            with patch.context() as broken:
+                broken.setattr(layer.backend, "_params", lambda shape: 1 / 0)
+                assert isinstance(raised(layer, rows(20)), ZeroDivisionError)
+            assert library.log[-1] == "fail"
+        else:
+            assert layer(rows(20)).isnan().all()
+        assert isinstance(raised(layer, rows(20)), DeadlineError)
+        layer.open().check(rows(20))
+
+
+@case
+def a_capacity_error_of_few_tokens(ctx: RankContext) -> None:
+    """The tokens do not say it to the peers, so the status word has to."""
+    with fake():
+        layer = Layer().open()
+        want = layer.check(rows(20))
+        if ctx.rank == 0:
+            assert isinstance(layer.fails(rows(20), CapacityError("x")), CapacityError)
+        else:
+            assert layer(rows(20)).isnan().all()
+            assert isinstance(raised(layer.backend.check), RankFailure)
+        assert torch.equal(layer(rows(20)), want)
+
+
+@case
+def a_timeout_without_an_end(ctx: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_blocks, "group_timeout_s", lambda *_: 1e300)
+        assert cuda_blocks.exchange_timeout_ns(None) == 10**18
 
 
 @case
@@ -319,9 +418,7 @@ def a_host_that_fails_between_launches(ctx: RankContext, launch: str) -> None:
         for error in (raised(layer, rows(20)), raised(layer.backend.check)):
             assert isinstance(error, DeadlineError)
             assert "rank 1 of the group" in str(error)
-            assert ("RuntimeError" if ctx.rank else "raised an exception in the middle") in str(
-                error
-            )
+            assert ("RuntimeError" if ctx.rank else "raised an exception at about") in str(error)
         layer.open()
         assert torch.equal(layer(rows(20)), want)
 
@@ -454,6 +551,16 @@ def captured(ctx: RankContext) -> None:
         library.fail_combine = False
         layer.open(128)  # a heap that has failed is of no use to the graph either
         assert torch.equal(layer(rows(4)), want)
+    with fake() as (library, _), pytest.MonkeyPatch.context() as patch:
+        layer = Layer(num_consumer_ctas="auto", mover="sm").open()
+        layer(rows(4))
+        most = layer.backend._splits._most_captured()
+        patch.setattr(layer.backend._splits, "_num_consumers", lambda: 8)
+        patch.setattr(layer.backend._splits, "_most_captured", lambda: 5)
+        with capture(patch):
+            layer(rows(4))
+        assert most > 5
+        assert memory(library.exchange.wanted_ctas, np.int32, 1)[0] == 5, "no more than there are"
     with fake(), pytest.MonkeyPatch.context() as patch:
         layer = Layer(by="nccl").open()
         layer(rows(4))

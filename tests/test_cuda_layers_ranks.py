@@ -229,6 +229,12 @@ def one_rank_fails_in_its_gate(ctx: RankContext) -> None:
             error = raised(run, moe, x)
             assert isinstance(error, RankFailure)
             assert "rank 1 of the group failed in its routing" in str(error)
+            assert "ds_tilemoe.apply() on all ranks" in str(error)
+        if ctx.rank == 1:
+            assert run(moe, x)[0].isnan().all(), "its peers have raised instead of this call"
+        assert isinstance(raised(run, moe, x), DeadlineError)
+        dist.barrier()
+        ds_tilemoe.apply(moe, SETTINGS)
         ds_tilemoe.check(moe)
         assert torch.equal(run(moe, x)[0], want)
 

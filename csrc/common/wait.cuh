@@ -60,7 +60,15 @@ __device__ inline void tell_host(const RankView& view, const ErrorRecord& record
 __device__ inline void fail_group(const RankView& view, const ErrorRecord& record) {
   for (int32_t i = 0; i < view.world; ++i) {
     Failure& failure = failure_of(view, (view.rank + i) % view.world);
-    if (!claim_failure(&failure.claimed)) continue;
+    if (!claim_failure(&failure.claimed)) {
+      // Whoever has claimed it is about to raise it: behind this every block has failed, with its
+      // record, so that a rank that goes on with what did not come cannot be believed by a third.
+      const uint64_t start = now_ns();
+      while (!read_failure(&failure.code) &&
+             now_ns() - start < static_cast<uint64_t>(view.wait_timeout_ns)) {
+      }
+      continue;
+    }
     failure.record = record;
     raise_failure(&failure.code);
   }

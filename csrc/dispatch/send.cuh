@@ -169,8 +169,11 @@ __device__ __forceinline__ void await_rows(const RankView& view, const uint32_t*
   if constexpr (kFault != Fault::no_wait) {
     if (read_slot_rows(word) != static_cast<uint32_t>(rows)) {
       uint64_t polls = 0;
-      wait_equal(view, view.wait_timeout_ns, rows, Wait::dispatch, -1, slot, state_of(view).epoch,
-                 &polls, [&] { return read_slot_rows(word); });
+      if (!wait_equal(view, view.wait_timeout_ns, rows, Wait::dispatch, -1, slot,
+                      state_of(view).epoch, &polls, [&] { return read_slot_rows(word); })) {
+        // Rows made of what did not come will be shipped: all ranks have to know it before.
+        fail_group(view, failure_of(view, view.rank).record);
+      }
     }
   }
   fence_async_proxy();

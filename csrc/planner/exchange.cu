@@ -134,6 +134,8 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t expert
       error = judge(p, epoch, said);
     } else {
       error = failure_of(view, view.rank).record;
+      // Without C there is no plan, whatever stands there.
+      if (error.outcome == Outcome::ok) error.outcome = Outcome::deadline;
     }
     outcome = error.outcome;
     state.outcome = outcome;

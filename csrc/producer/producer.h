@@ -19,6 +19,7 @@ enum class Activation : int32_t { none = 0, gelu = 1, silu = 2, relu = 3 };  // 
 constexpr int kProducerTileM = 128;
 constexpr int kProducerTileK = 64;
 constexpr int kProducerStoreRows = 64;  // rows of one TMA store
+constexpr int kProducerFewRows = 16;  // bands with no more load no more of A: decode reads weights
 
 // A CUtensorMap: 64-byte aligned, as the hardware demands.
 struct alignas(64) TensorMap {
@@ -39,6 +40,7 @@ struct ProducerKind {
 // Output columns n and k are multiples of 8 elements (16 bytes); bases are 16-byte aligned.
 struct ProducerParams {
   TensorMap a;         // [layout rows, k], box_rows kProducerTileM
+  TensorMap a_few;     // the same, box_rows kProducerFewRows
   TensorMap d;         // [layout rows, n], box_rows kProducerStoreRows
   const TensorMap* b;  // device, [experts]: [n, k]; gated: [2 * experts], gate maps then up maps
   const void* const* bias;    // device, [experts] (gated [2 * experts]) of n elements; or null

@@ -27,11 +27,13 @@ class TileOrder {
     tile.band = params_.front_bands == nullptr ? index.band : params_.front_bands[index.band];
     tile.n_tile = index.n_tile;
   }
-  __device__ void find_band(Tile& tile) const {
-    if (tile.band < 0) return;
+  // Returns its valid rows.
+  __device__ int32_t find_band(Tile& tile) const {
+    if (tile.band < 0) return 0;
     const Band band = params_.bands[tile.band];
     tile.row = static_cast<int32_t>(band.row);
     tile.expert = band.expert;
+    return band.rows;
   }
   __device__ Tile first() const {
     const uint32_t claimed = claim();
@@ -94,11 +96,14 @@ __device__ void load_tiles(const ProducerParams& params, typename T::Shared& sha
   typename T::Element* const smem_b = shared.operands.smem_B.data();
   constexpr int kStageA = kProducerTileM * kProducerTileK;
   constexpr int kStageB = T::kTileN * kProducerTileK;
+  // What a stage of few rows lacks; its other rows of A are what was there before, of any value.
+  constexpr int kLackBytes = (kProducerTileM - kProducerFewRows) * kProducerTileK * 2;
   constexpr uint64_t kHint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
 
   auto write = cutlass::make_producer_start_state<typename T::Pipeline>();
   Turn<kRing> turn;
   uint32_t claim = 0;
+  int32_t rows = tile.band < 0 ? 0 : params.bands[tile.band].rows;
   while (true) {
     wait_for(shared.ring_empty[turn.slot], turn.parity ^ 1);
     shared.ring[turn.slot] = tile;
@@ -106,22 +111,24 @@ __device__ void load_tiles(const ProducerParams& params, typename T::Shared& sha
     turn.advance();
     if (tile.band < 0) return;
     if (dispatching) {  // the stages of the tile before are full meanwhile
-      T::Rows::await(params.dispatch.view, shared.slot_rows, tile.row,
-                     params.bands[tile.band].rows);
+      T::Rows::await(params.dispatch.view, shared.slot_rows, tile.row, rows);
     }
 
     const int32_t row_b = tile.n_tile * T::kOutN;
     const TensorMap* const map_b = &params.b[tile.expert];
+    const bool few = rows <= kProducerFewRows;
+    const TensorMap* const map_a = few ? &params.a_few : &params.a;
     Tile next{};
     for (int32_t k = 0; k < k_blocks; ++k) {
       if (k == claim_at) claim = order.claim();
       if (k == place_at) order.find_place(claim, next);
-      if (k == band_at) order.find_band(next);
+      if (k == band_at) rows = order.find_band(next);
       pipeline.producer_acquire(write);
       auto* const full = pipeline.producer_get_barrier(write);
       const int32_t column = k * kProducerTileK;
-      SM90_TMA_LOAD_2D::copy(&params.a, full, kHint, smem_a + write.index() * kStageA, column,
+      SM90_TMA_LOAD_2D::copy(map_a, full, kHint, smem_a + write.index() * kStageA, column,
                              tile.row);
+      if (few) cutlass::arch::ClusterTransactionBarrier::complete_transaction(full, 0, kLackBytes);
       SM90_TMA_LOAD_2D::copy(map_b, full, kHint, smem_b + write.index() * kStageB, column, row_b);
       if constexpr (T::kGated) {
         SM90_TMA_LOAD_2D::copy(map_b + params.experts, full, kHint,

@@ -5,7 +5,8 @@ and nothing waits for it. Where it goes by the process group's all_to_all (nccl_
 wants the counts on the host, each forward waits once, behind the count exchange.
 
 A rank that fails says so in its count exchange and raises. Its peers hear of it in page-locked
-memory, their result is NaN, and the next forward or ``check()`` raises.
+memory, their result is NaN, and the next forward or ``check()`` raises. The heap stays usable only
+where all ranks are sure to be in step: see ``Caller.raise_before`` and ``Caller.settle``.
 
 Shape letters: T tokens of this rank, K top-k, E experts of the group, W ranks, N output width.
 """
@@ -92,6 +93,8 @@ class CudaBackend:
         """See ``Backend.ensure``."""
         usable = not self.failure()
         heap = self._heap
+        if heap is not None and heap.failures.unread is not None:
+            usable = False  # the next forward would end its use
         held = NOTHING if heap is None else Held(heap.needs, usable, heap.is_captured)
         meeting = world_of(self.group) if together else self.group
         wanted = find_growth(held, shapes, self._needs_at, max_tokens, meeting, together)
@@ -150,21 +153,21 @@ class CudaBackend:
 
     def failure(self) -> str:
         """See ``Backend.failure``. Waits for the device."""
-        torch.cuda.synchronize(self.device)
         if self._heap is None:
             return ""
-        self._heap.failures.hear()
+        self._caller.settle(self._heap)
         return self._heap.failures.cause
 
     def check(self) -> None:
         """Raise what no forward has raised yet. Waits for the device.
 
         Raises:
-            RankFailure, CapacityError: of a call on another rank; once.
+            RankFailure, CapacityError: of a call on another rank; once. The heap stays usable where
+                no call was launched behind it.
             DeadlineError: the heap has failed.
         """
-        torch.cuda.synchronize(self.device)
         if self._heap is not None:
+            self._caller.settle(self._heap)
             self._heap.failures.raise_heard("ds_tilemoe.check")
 
     # -- records ----------------------------------------------------------------------------
@@ -236,10 +239,11 @@ class CudaBackend:
         x: Tensor,
         routing: Routing | Exception,
     ) -> Tensor:
-        heap.failures.raise_heard(f"layer {shape.name}")
+        self._caller.raise_before(heap, f"layer {shape.name}")
         capturing = torch.cuda.is_current_stream_capturing()
         stream = self._caller.enter_stream(capturing)
-        layer = self._layer(heap, shape, capturing)
+        with self._caller.peers_hear(heap, shape.name, capturing):
+            layer = self._layer(heap, shape, capturing)
         problem: BaseException | None = local_problem(shape, x, routing, self._device_name)
         if problem is None and len(x) > heap.needs.max_tokens:
             where = f"layer {shape.name}"

@@ -28,6 +28,7 @@ S = TypeVar("S", bound=Structure)
 
 TILE_M = 128  # kProducerTileM, the only height of a tile
 STORE_ROWS = 64  # kProducerStoreRows
+FEW_ROWS = 16  # kProducerFewRows
 TILE_NS = (128, 256)
 MAX_WORLD = 72  # kMaxWorld
 MAX_LOCAL_EXPERTS = 1024  # kPlanMaxLocalExperts
@@ -293,6 +294,7 @@ class ProducerKind(Structure):
 class ProducerParams(Structure):
     _fields_ = padded(
         ("a", TensorMap),
+        ("a_few", TensorMap),
         ("d", TensorMap),
         ("b", c_void_p),
         ("bias", c_void_p),

@@ -21,6 +21,7 @@ from ds_tilemoe.backends.cuda_plan import HeapNeeds
 from ds_tilemoe.errors import CapacityError, TileMoEError
 from ds_tilemoe.symmetric_heap import gather, group_timeout_s
 
+MOST_SECONDS = 1e9  # in nanoseconds it is still an int64
 # Symmetric blocks of this process by number, which is equal on all ranks; the heap of each, so that
 # a block whose heap is gone on every rank can be given back when all ranks meet.
 _blocks: dict[int, tuple[transport.Transport, weakref.ref[CudaHeap], Tensor]] = {}
@@ -118,4 +119,4 @@ def free_abandoned_blocks(link: transport.Transport) -> None:
 
 def exchange_timeout_ns(group: dist.ProcessGroup | None) -> int:
     """For a peer that has not come yet: the process group's own timeout."""
-    return int(group_timeout_s(group, "cuda") * 1e9)
+    return int(min(group_timeout_s(group, "cuda"), MOST_SECONDS) * 1e9)

@@ -129,6 +129,7 @@ class _GemmRun:
             check(status, "a tensor map of the calibration")
 
         set_map(ctypes.addressof(params), a, abi.TILE_M)
+        set_map(ctypes.addressof(params) + abi.ProducerParams.a_few.offset, a, abi.FEW_ROWS)
         set_map(ctypes.addressof(params) + abi.ProducerParams.d.offset, d, abi.STORE_ROWS)
         host_map = abi.aligned(abi.TensorMap)
         set_map(ctypes.addressof(host_map), b, library.tilemoe_producer_b_box_rows(kind))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends import nccl_dispatch
 from ds_tilemoe.backends.base import Expert, LayerChange
 from ds_tilemoe.backends.cuda_blocks import exchange_timeout_ns, keep_for_graphs
-from ds_tilemoe.backends.cuda_errors import overfull
+from ds_tilemoe.backends.cuda_errors import describe, overfull
 from ds_tilemoe.backends.cuda_heap import CudaHeap
 from ds_tilemoe.backends.cuda_layer import Call, CudaLayer
 from ds_tilemoe.backends.cuda_plan import LAYOUTS
@@ -28,6 +29,7 @@ from ds_tilemoe.errors import CapacityError, RankFailure, TileMoEError
 
 # What a rank says of itself in its count row: csrc/planner/exchange.h.
 _FAILED, _CHANGED = 1, 2
+_LOOK_S = 5e-5  # between two looks at a device that is waited for
 
 
 class Caller:
@@ -91,18 +93,20 @@ class Caller:
     ) -> Tensor:
         """All launches of a call that this rank has rows for; [T, N], not there yet."""
         tokens, handle = call.x.shape[0], stream.cuda_stream
-        split = self._splits.choose(layer, tokens, mover, capturing)
         wanted = None
-        if capturing:
-            keep_for_graphs(heap)
-            if split.mover is abi.Mover.SM:
-                wanted = self._splits.wanted_word(layer, tokens)
-        with self._peers_hear(heap, layer, capturing), self.range("count exchange"):
+        name = layer.shape.name
+        with self.peers_hear(heap, name, capturing), self.range("count exchange"):
+            split = self._splits.choose(layer, tokens, mover, capturing)
+            if capturing:
+                keep_for_graphs(heap)
+                if split.mover is abi.Mover.SM:
+                    wanted = self._splits.wanted_word(layer, tokens)
             layer.launch_exchange(
                 0, tokens, call.places, split, wanted, self._group_timeout_ns, handle
             )
+            heap.launched += not capturing
         counts = None if layer.is_fused else self._await_counts(heap, layer)
-        with self._peers_hear(heap, layer, capturing):
+        with self.peers_hear(heap, name, capturing):
             if counts is not None:
                 self._dispatch(heap, layer, call, counts)
             with self.range("front"):
@@ -136,19 +140,69 @@ class Caller:
         """
         if capturing:
             raise problem  # nothing runs
-        status = 0 if isinstance(problem, CapacityError) else _FAILED
+        # With status 0 the peers judge by the tokens, and only too many of them end the call.
+        is_too_long = isinstance(problem, CapacityError) and tokens > heap.needs.max_tokens
+        status = 0 if is_too_long else _FAILED
         if isinstance(problem, LayerChange):
             status = _CHANGED
-            stream.synchronize()  # so that what follows is all that the kernels have to tell
-            heap.failures.raise_heard(f"layer {layer.shape.name}")
-        split = self._splits.choose(layer, tokens, mover, capturing)
-        with self._peers_hear(heap, layer, capturing):
+            self.settle(heap)  # so that what follows is all that the kernels have to tell
+            self.raise_before(heap, f"layer {layer.shape.name}")
+        with self.peers_hear(heap, layer.shape.name, capturing):
+            split = self._splits.choose(layer, tokens, mover, capturing)
             layer.launch_exchange(
                 status, tokens, None, split, None, self._group_timeout_ns, stream.cuda_stream
             )
+            heap.launched += 1
         if status == _CHANGED:
             self._await_change(heap, layer, problem, stream)
         raise problem
+
+    def raise_before(self, heap: CudaHeap, where: str) -> None:
+        """In front of a call: raise what earlier ones have told, and end the heap's use.
+
+        When a rank hears of a failure depends on how far its host has run ahead, so ranks would
+        raise in front of different calls, and be out of step from then on.
+        """
+        heap.failures.hear()
+        if heap.failures.unread is not None:
+            self._condemn(heap)
+        heap.failures.raise_heard(where)
+
+    def settle(self, heap: CudaHeap) -> None:
+        """Wait for the device, and hear all that there is to hear.
+
+        A call behind a failed one may wait for a rank that does not come: its heap is condemned.
+        """
+        failures = heap.failures
+        while self.stream is not None and not self.stream.query():
+            failures.hear()
+            if failures.unread is not None and heap.launched > failures.unread:
+                self._condemn(heap)
+                break
+            time.sleep(_LOOK_S)
+        torch.cuda.synchronize(self._device)
+        failures.hear()
+        if not failures.cause:
+            self._condemn_if_behind(heap)
+        if not failures.cause and (record := heap.group_failure()) is not None:
+            failures.cause = describe(record)
+
+    def _condemn_if_behind(self, heap: CudaHeap) -> None:
+        unread = heap.failures.unread
+        if unread is not None and heap.epoch() > unread and heap.group_failure() is None:
+            self._condemn(heap)
+
+    def _condemn(self, heap: CudaHeap) -> None:
+        """The group fails by the failure that is unread here; waits of all ranks end."""
+        if not heap.failures.cause:
+            heap.failures.condemn()
+            self._fail_group(heap)
+
+    def _fail_group(self, heap: CudaHeap) -> None:
+        record = abi.ErrorRecord(
+            outcome=abi.Outcome.HOST_FAILURE, rank=self._rank, peer=self._rank, band=-1
+        )
+        self._library.tilemoe_fail_group(heap.view, record, self._urgent.cuda_stream)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """A part of a call for profilers, where ``stats`` is asked for."""
@@ -177,20 +231,17 @@ class Caller:
         ) from change
 
     @contextlib.contextmanager
-    def _peers_hear(self, heap: CudaHeap, layer: CudaLayer, capturing: bool) -> Iterator[None]:
+    def peers_hear(self, heap: CudaHeap, name: str, capturing: bool) -> Iterator[None]:
         """Whatever goes wrong inside ends the peers' waits at once, and the heap's use."""
         try:
             yield
         except BaseException as error:
             if not capturing:  # else nothing has run
                 heap.failures.cause = (
-                    f"rank {self._rank} of the group failed in layer {layer.shape.name}:"
+                    f"rank {self._rank} of the group failed in layer {name}:"
                     f" {type(error).__name__}: {error}"
                 )
-                record = abi.ErrorRecord(
-                    outcome=abi.Outcome.HOST_FAILURE, rank=self._rank, peer=self._rank, band=-1
-                )
-                self._library.tilemoe_fail_group(heap.view, record, self._urgent.cuda_stream)
+                self._fail_group(heap)
             raise
 
     def _await_counts(self, heap: CudaHeap, layer: CudaLayer) -> nccl_dispatch.Counts:
@@ -203,6 +254,8 @@ class Caller:
             heap.expert_row[: layer.local_experts + 1],
         )
         where = f"layer {layer.shape.name}"
+        heap.failures.hear()
+        self._condemn_if_behind(heap)  # else it is this call's, and all ranks raise here
         heap.failures.raise_heard(where)
         # A rank that cannot hold its rows has told it all by itself.
         heap.failures.cause = overfull(counts.on_host, layer.rows_in)

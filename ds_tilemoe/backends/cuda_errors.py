@@ -16,6 +16,12 @@ _USABLE = (abi.Outcome.RANK_FAILURE, abi.Outcome.LAYER_MISMATCH, abi.Outcome.CAP
 # Of these the rank at fault has raised its own exception in the call itself.
 _OWN = (abi.Outcome.RANK_FAILURE, abi.Outcome.CAPACITY)
 
+_CONDEMNED = (
+    ". Ranks may be out of step, so the group has failed: ds_tilemoe.apply() on all ranks makes a"
+    " new heap; ds_tilemoe.check(engine) after each step keeps the group usable where nothing was"
+    " launched behind the call that failed"
+)
+
 NameOf = Callable[[int], str]  # fingerprint -> a layer's name
 
 
@@ -30,6 +36,7 @@ class Failures:
 
     Attributes:
         cause: what made the heap unusable; "" while it is usable.
+        unread: number of the call whose failure leaves the heap usable and has not been raised.
     """
 
     def __init__(
@@ -44,6 +51,8 @@ class Failures:
         self._rank, self._world = rank, world
         self._name_of, self._layer_of = name_of, layer_of
         self._heard: TileMoEError | None = None
+        self._is_condemned = False
+        self.unread: int | None = None
         self.cause = ""
 
     def take(self) -> abi.ErrorRecord | None:
@@ -64,24 +73,34 @@ class Failures:
             return
         if record.outcome not in _USABLE:
             self.cause = self.cause or describe(record)
-        elif record.peer != self._rank or record.outcome not in _OWN:
-            self._heard = self._heard or self._refusal(record)
+            return
+        is_own = record.peer == self._rank and record.outcome in _OWN
+        if not is_own and self._heard is None:
+            self._heard, self.unread = self._refusal(record), record.epoch
+
+    def condemn(self) -> None:
+        """The unread failure is one that the heap does not survive: its call is not the last."""
+        assert self._heard is not None
+        self.cause = self.cause or str(self._heard)
+        self._heard = type(self._heard)(f"{self._heard}{_CONDEMNED}")
+        self._is_condemned = True
 
     def raise_heard(self, where: str) -> None:
         """Raise what earlier calls have told: a failure that leaves the heap usable once, the cause
-        of an unusable one each time.
+        of an unusable one each time. What has been condemned is raised once as it is.
 
         Args:
             where: begins the message of the latter.
         """
         self.hear()
-        if self.cause:
+        if self.cause and not self._is_condemned:
             raise DeadlineError(
                 f"{where}: the expert-parallel group has failed: {self.cause}. "
                 "ds_tilemoe.apply() on all ranks makes a new heap."
             )
         if self._heard is not None:
-            heard, self._heard = self._heard, None
+            heard, self._heard, self.unread = self._heard, None, None
+            self._is_condemned = False
             raise heard
 
     def _refusal(self, record: abi.ErrorRecord) -> TileMoEError:
@@ -118,7 +137,7 @@ def describe(record: abi.ErrorRecord) -> str:
             f" {record.wanted}"
         )
     if record.outcome == abi.Outcome.HOST_FAILURE:
-        return f"rank {record.rank} of the group raised an exception in the middle of {call}"
+        return f"rank {record.rank} of the group raised an exception at about {call}"
     if record.outcome != abi.Outcome.DEADLINE:
         return f"rank {record.rank} ended {call} with outcome {record.outcome}"
     who = f"rank {record.rank} of the group waited too long"

@@ -72,6 +72,9 @@ class GroupedGemm:
         self.params = params = abi.aligned(abi.ProducerParams)
         self._make_map(ctypes.addressof(params), a, rows, k, abi.TILE_M)
         self._make_map(
+            ctypes.addressof(params) + abi.ProducerParams.a_few.offset, a, rows, k, abi.FEW_ROWS
+        )
+        self._make_map(
             ctypes.addressof(params) + abi.ProducerParams.d.offset, d, rows, n, abi.STORE_ROWS
         )
         params.experts, params.n, params.k = experts, n, k

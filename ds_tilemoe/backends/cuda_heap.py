@@ -21,6 +21,7 @@ from ds_tilemoe.backends.cuda_records import RING_BYTES, RecordRing
 from ds_tilemoe.plan_abi import BAND_DTYPE, CHUNK_DTYPE, SEGMENT_DTYPE
 
 _STATUS_OFFSET = 24  # of CountRow::status
+_CODE_OFFSET, _RECORD_OFFSET = 4, 8  # of Failure::code and its record, first in a block
 
 
 class CudaHeap:
@@ -37,6 +38,7 @@ class CudaHeap:
         failures: what the kernels have told this host.
         names: of the layers, by fingerprint.
         is_captured: a CUDA graph holds its addresses.
+        launched: calls of this host, but for those that a graph replays.
         router_start_address: where a router writes the time when it began.
     """
 
@@ -55,6 +57,7 @@ class CudaHeap:
         names: dict[int, str] = {}
         self.names = names
         self.is_captured = False
+        self.launched = 0
         self.pes: int | None = None
         self._memory: list[Tensor] = []
         experts = needs.max_experts
@@ -135,6 +138,21 @@ class CudaHeap:
             word = self._block[row + _STATUS_OFFSET : row + _STATUS_OFFSET + 4]
             found.append(int(word.view(torch.int32).item()))
         return found
+
+    def epoch(self) -> int:
+        """Calls that the device has begun, replayed ones too. Waits for the device."""
+        return int(self._state[:8].view(torch.int64).item())
+
+    def group_failure(self) -> abi.ErrorRecord | None:
+        """What has failed the group, from this rank's own block. Waits for the device.
+
+        The host's word may hold another failure and then cannot take this one.
+        """
+        size = _RECORD_OFFSET + ctypes.sizeof(abi.ErrorRecord)
+        found = self._block[:size].cpu().numpy().tobytes()
+        if not any(found[_CODE_OFFSET:_RECORD_OFFSET]):
+            return None
+        return abi.ErrorRecord.from_buffer_copy(found, _RECORD_OFFSET)
 
     def room(self, nbytes: int) -> Tensor:
         """[nbytes] uint8 of zeroed device memory that lives as long as the heap."""

@@ -121,8 +121,10 @@ class Splits:
         if capturing:
             if is_open and split.num_consumer_ctas == 0 and layer.is_small(tokens):
                 return split  # without a consumer that is never wanted
-            self._words[layer.fingerprint][bucket_of(tokens)] = split.num_consumer_ctas
-            split = split._replace(num_consumer_ctas=self._most_captured(), mover=abi.Mover.SM)
+            most = self._most_captured()
+            wanted = min(split.num_consumer_ctas, most)
+            self._words[layer.fingerprint][bucket_of(tokens)] = wanted
+            split = split._replace(num_consumer_ctas=most, mover=abi.Mover.SM)
         return split
 
     def wanted_word(self, layer: CudaLayer, tokens: int) -> int:

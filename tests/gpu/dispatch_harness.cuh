@@ -415,6 +415,8 @@ class Group {
     ProducerParams& g = rank.gemm;
     CHECK_CUDA(
         tilemoe_make_tensor_map(&g.a, rank.rows, dtype, bounds.rows, shape_.k, kProducerTileM));
+    CHECK_CUDA(tilemoe_make_tensor_map(&g.a_few, rank.rows, dtype, bounds.rows, shape_.k,
+                                       kProducerFewRows));
     CHECK_CUDA(
         tilemoe_make_tensor_map(&g.d, rank.d, dtype, bounds.rows, shape_.n, kProducerStoreRows));
     g.b = put(maps);

@@ -471,6 +471,8 @@ class Group {
     c.kind = shape_.kind;
     CHECK_CUDA(tilemoe_make_tensor_map(&c.producer.a, rank.a, shape_.kind.dtype, row_count,
                                        shape_.k, kProducerTileM));
+    CHECK_CUDA(tilemoe_make_tensor_map(&c.producer.a_few, rank.a, shape_.kind.dtype, row_count,
+                                       shape_.k, kProducerFewRows));
     CHECK_CUDA(tilemoe_make_tensor_map(&c.producer.d, rank.d, shape_.kind.dtype, row_count,
                                        shape_.n, kProducerStoreRows));
     c.producer.b = put(maps);

@@ -71,6 +71,8 @@ struct Problem {
     n_tiles = (n + out_n - 1) / out_n;
     CHECK_CUDA(tilemoe_make_tensor_map(&params.a, a, kind.dtype, layout_rows, k, kProducerTileM));
     CHECK_CUDA(
+        tilemoe_make_tensor_map(&params.a_few, a, kind.dtype, layout_rows, k, kProducerFewRows));
+    CHECK_CUDA(
         tilemoe_make_tensor_map(&params.d, d, kind.dtype, layout_rows, n, kProducerStoreRows));
     std::vector<TensorMap> maps(matrices);
     for (int i = 0; i < matrices; ++i) {
