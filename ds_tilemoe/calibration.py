@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -29,6 +30,24 @@ FEW_CTAS, MANY_CTAS = 2, 24  # far below what fills a link, and more than enough
 COPY_BYTES_PER_CTA = 4 << 20  # about 100 us
 INNER_WIDTHS = (1024, 4096)  # K of the GEMMs
 DRAIN_SHARE = 0.35  # of a consumer CTA's rate: a producer CTA has a third of its copy warps
+
+# What a file may say of a machine: field -> least and most.
+_RANGES: dict[str, tuple[float, float]] = {
+    "sms": (1, 1024),
+    "rate_per_cta": (1e-6, 1e9),
+    "drain_rate": (1e-6, 1e9),
+    "link": (1e-6, 1e9),
+    "tile_base_ns": (0, 1e12),
+    "tile_ns_per_k": (0, 1e12),
+    "lone_share": (0.01, 1),
+    "start_share": (0, 2),
+    "tile_n": (1, 4096),
+    "consumer_takes_sm": (0, 1),
+    "launch_ns": (0, 1e12),
+    "drain_start_ns": (0, 1e12),
+    "put_bytes": (0, 2**40),
+}
+_TYPES: dict[Any, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 #: Runs so many consumer CTAs that ship so many bytes to peers together; returns ns.
 MeasureCopy = Callable[[int, int], float]
@@ -108,12 +127,12 @@ def cached_machine(
     """The machine from the cache, or measured now and put there.
 
     Processes may do this at once: a file is replaced as a whole, the last one stays. A directory
-    that cannot be written costs another calibration in the next process, and nothing else.
+    that cannot be written costs a warning and another calibration in the next process.
 
     Args:
         gpu, link, version: what the numbers hold for.
         calibrate_now: makes the numbers; what it raises goes through.
-        cache_dir: None for ``ds_tilemoe`` in the user's cache directory.
+        cache_dir: ``~`` is the user's home; None for ``ds_tilemoe`` in the user's cache directory.
     """
     key = {"gpu": gpu, "link": link, "version": version}
     path = cache_file(key, cache_dir)
@@ -127,26 +146,21 @@ def cached_machine(
 def cache_file(key: dict[str, str], cache_dir: str | Path | None = None) -> Path:
     """Where the numbers of that key are."""
     if cache_dir is None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        cache_dir = os.path.join(home, "ds_tilemoe")
+        cache_dir = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "ds_tilemoe")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     name = re.sub(r"[^a-z0-9]+", "-", key["gpu"].lower()).strip("-")[:40]
-    return Path(cache_dir) / f"{name or 'gpu'}-{digest}.json"
+    return Path(os.path.expanduser(cache_dir)) / f"{name or 'gpu'}-{digest}.json"
 
 
 def _read(path: Path, key: dict[str, str]) -> Machine | None:
+    if not os.path.exists(path):
+        return None
     try:
-        text = path.read_text()
-    except OSError:
-        return None  # nothing there, or nothing that we may read
-    except UnicodeDecodeError:
-        text = ""
-    try:
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["key"] != key:
             raise ValueError(f"it is of {found['key']}")
-        return Machine(**found["machine"])
-    except (ValueError, TypeError, KeyError) as error:
+        return _machine_of(found["machine"])
+    except Exception as error:  # whatever a damaged file does to its reader
         logger.warning(
             "the calibration in %s cannot be used (%s: %s); measuring anew",
             path,
@@ -154,6 +168,30 @@ def _read(path: Path, key: dict[str, str]) -> Machine | None:
             error,
         )
         return None
+
+
+def _machine_of(numbers: dict[str, Any]) -> Machine:
+    """The machine that a file holds.
+
+    Raises:
+        ValueError: a field is missing, unknown, of another type or out of range.
+    """
+    fields = dataclasses.fields(Machine)
+    if different := {field.name for field in fields} ^ set(numbers):
+        raise ValueError(f"missing or unknown: {', '.join(sorted(different))}")
+    for field in fields:
+        value, (least, most) = numbers[field.name], _RANGES[field.name]
+        if type(value) not in _TYPES[field.type] or not least <= value <= most:
+            raise ValueError(f"{field.name}: got {value!r}; wanted {field.type}, {least} to {most}")
+    if numbers["tile_base_ns"] + numbers["tile_ns_per_k"] == 0:
+        raise ValueError("a tile takes no time")
+    return Machine(**numbers)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # the ranks of a host share the folder
+        logger.warning(message)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -168,5 +206,9 @@ def _write(path: Path, content: dict[str, Any]) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-    except OSError as error:
-        logger.info("the calibration is not kept: %s", error)
+    except (OSError, ValueError) as error:  # ValueError: a name that the system cannot write
+        _warn_once(
+            f"the calibration cannot be kept in {path.parent} ({error}), so that each process"
+            " measures anew; fix: make that folder writable, or name another in"
+            " tile_overlap.adaptive.cache_dir"
+        )

@@ -19,7 +19,7 @@ from typing import Any
 
 import hjson
 
-from ds_tilemoe.config_block import BLOCK, AdaptiveConfig, TileOverlapConfig, shorten, show
+from ds_tilemoe.config_block import BLOCK, AdaptiveConfig, TileOverlapConfig, odd_key, shorten, show
 from ds_tilemoe.errors import ConfigError
 
 __all__ = ["BLOCK", "AdaptiveConfig", "TileOverlapConfig", "load_config", "split_config"]
@@ -143,9 +143,7 @@ def _check_block(block: object) -> TileOverlapConfig:
             f'fix: write "{BLOCK}": {{}} for all defaults'
         )
     if odd := [key for key in block if not isinstance(key, str)]:
-        raise ConfigError(
-            f"{BLOCK}: got the key {show(odd[0])}; wanted names of fields; fix: quote it"
-        )
+        raise ConfigError(odd_key(BLOCK, odd[0]))
     return TileOverlapConfig(**block)
 
 

@@ -8,7 +8,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,12 +25,12 @@ NOT_BUILT: dict[str, tuple[tuple[object, ...], str]] = {
     "mover": (("auto", "sm", "none"), "the copy-engine mover is not built"),
 }
 
-# Values that only the CUDA backend has; none named = all but "auto".
-CUDA_ONLY: dict[str, tuple[str, ...]] = {
-    "num_dispatch_ctas": (),
-    "dispatch": ("nccl",),
-    "router": ("fused",),
-    "transport": ("nvshmem",),
+# Fields of which the CPU backend has less than CUDA: field -> values that it takes.
+CPU_TAKES: dict[str, tuple[str, ...]] = {
+    "num_dispatch_ctas": ("auto",),
+    "dispatch": ("auto", "fused"),
+    "router": ("auto", "deepspeed"),
+    "transport": ("auto", "mapped"),
 }
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -50,7 +50,9 @@ class AdaptiveConfig(BaseModel):
     enabled: bool = Field(True, description="true or false")
     interval: Count = Field(1, description="an integer of at least 1")
     hysteresis: float = Field(0.02, ge=0, lt=1, description="a number from 0 to below 1")
-    cache_dir: str | None = Field(None, description="a directory name or null")
+    cache_dir: Annotated[str, Field(pattern=r"^[^\x00]+$")] | None = Field(
+        None, description="a directory name (not empty, without NUL) or null"
+    )
 
 
 class TileOverlapConfig(BaseModel):
@@ -115,13 +117,21 @@ class TileOverlapConfig(BaseModel):
     )
     stats: bool = Field(False, description="true or false")
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
-        if faults := list(_faults_across(self)):
-            raise ConfigError("\n".join(faults))
+            faults = _explain(error)
+            wrong = {name.split(".")[0] for name in faults}
+            sound = {name: value for name, value in values.items() if name not in wrong}
+            if len(sound) < len(values):  # what is wrong across the other fields
+                try:
+                    TileOverlapConfig(**sound)
+                except ConfigError as more:
+                    faults["across"] = str(more)
+            raise ConfigError("\n".join(faults.values())) from None
+        if across := list(_faults_across(self)):
+            raise ConfigError("\n".join(across))
 
 
 def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
@@ -129,7 +139,7 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
     for name, (accepted, reason) in NOT_BUILT.items():
         value = getattr(config, name)
         if value not in accepted:
-            yield _fault(name, value, f"leave {name} out ({reason})")
+            yield _not_built(name, value, reason)
     try:
         re.compile(config.layers)
     except (re.error, OverflowError, RecursionError) as error:
@@ -143,11 +153,17 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
     if config.backend == "cpu":
         yield from _cpu_faults(config)
     chosen = config.num_consumer_ctas
-    most = MAX_CUDA_CTAS if high == "auto" else high
-    if chosen != "auto" and low <= most and not low <= chosen <= most:
+    if chosen == "auto":
+        return
+    if high == "auto":
+        bounds = "" if low <= chosen else f"of at least min_consumer_ctas ({low})"
+    else:
+        bounds = f"from min_consumer_ctas ({low}) to max_consumer_ctas ({high})"
+        bounds = "" if low > high or low <= chosen <= high else bounds
+    if bounds:
         yield (
-            f"{BLOCK}.num_consumer_ctas: got {chosen}; wanted it from min_consumer_ctas ({low}) to "
-            f"max_consumer_ctas ({most}); fix: change it or the bound"
+            f"{BLOCK}.num_consumer_ctas: got {chosen}; wanted a number {bounds}; "
+            "fix: change it or the bound"
         )
 
 
@@ -165,15 +181,24 @@ def _cpu_faults(config: TileOverlapConfig) -> Iterator[str]:
     for name in ("num_consumer_ctas", "min_consumer_ctas", "max_consumer_ctas"):
         value = getattr(config, name)
         if value != "auto" and value > MAX_CPU_CONSUMERS:
-            yield _fault(name, value)
-    for name, refused in CUDA_ONLY.items():
+            auto = "" if name == "min_consumer_ctas" else '"auto" or '
+            wanted = f"{auto}an integer from 1 to {MAX_CPU_CONSUMERS} on the CPU backend"
+            yield _fault(name, value, wanted=wanted)
+    for name, accepted in CPU_TAKES.items():
         value = getattr(config, name)
-        if value in refused or (not refused and value != "auto"):
-            yield _fault(name, value, f"leave {name} out: the CPU backend has no such thing")
+        if value not in accepted:
+            wanted = " or ".join(map(show, accepted))
+            yield _fault(
+                name, value, f"leave {name} out: the CPU backend has no such thing", wanted
+            )
 
 
-def _explain(error: ValidationError) -> str:
-    """All faults of one validation, a line each; a union's several errors for one field are one."""
+def _not_built(name: str, value: object, reason: str) -> str:
+    return _fault(name, value, f"leave {name} out ({reason})")
+
+
+def _explain(error: ValidationError) -> dict[str, str]:
+    """All faults of one validation, a line a name; a union's several errors for one are one."""
     lines: dict[str, str] = {}
     for entry in error.errors():
         # A key that is no Unicode text has no place of its own in pydantic's list.
@@ -183,6 +208,10 @@ def _explain(error: ValidationError) -> str:
                 f"{BLOCK}: got a key or value that is no Unicode text; wanted the keys of the "
                 "README; fix: remove it"
             )
+            continue
+        if entry["type"] == "invalid_key":
+            where = ".".join([BLOCK, *parts[:-1]])
+            lines[".".join(parts)] = odd_key(where, entry["loc"][-1])
             continue
         nested = parts[0] == "adaptive" and len(parts) > 1
         name = ".".join(parts[:2]) if nested else parts[0]
@@ -194,16 +223,32 @@ def _explain(error: ValidationError) -> str:
                 "fix: rename or remove it"
             )
         elif name not in lines:
-            lines[name] = _fault(name, entry["input"])
-    return "\n".join(lines.values())
+            lines[name] = _field_fault(name, entry["input"])
+    return lines
 
 
-def _fault(name: str, value: object, fix: str = "") -> str:
+def odd_key(where: str, key: object) -> str:
+    """What to say of a key that is no text."""
+    return f"{where}: got the key {show(key)}; wanted names of fields; fix: quote it"
+
+
+def _field_fault(name: str, value: object) -> str:
+    if name in NOT_BUILT and isinstance(value, str):
+        # Another spelling of a value that is not built is not to be led to that value.
+        accepted, reason = NOT_BUILT[name]
+        spelt = re.sub(r"[\s-]+", "_", value.strip().lower())
+        known = get_args(TileOverlapConfig.model_fields[name].annotation)
+        if spelt in known and spelt not in accepted:
+            return _not_built(name, value, reason)
+    return _fault(name, value)
+
+
+def _fault(name: str, value: object, fix: str = "", wanted: str = "") -> str:
     if name.startswith("adaptive."):
         field = AdaptiveConfig.model_fields[name.removeprefix("adaptive.")]
     else:
         field = TileOverlapConfig.model_fields[name]
-    wanted = field.description or ""
+    wanted = wanted or field.description or ""
     fix = fix or _fix(value, wanted) or f"leave it out for the default, {show(field.default)}"
     return f"{BLOCK}.{name}: got {show(value)}; wanted {wanted}; fix: {fix}"
 

@@ -254,8 +254,13 @@ def reset() -> None:
         stats.clear()
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Records of :func:`layers` as text: a row a layer, means per call, "-" for what is unknown."""
+def table(records: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """Records of :func:`layers` as text: a row a layer, means per call, "-" for what is unknown.
+
+    Args:
+        records: None for those of now.
+    """
+    records = layers() if records is None else records
     columns = {
         "layer": lambda r: r["layer"],
         "calls": lambda r: str(r["calls"]),

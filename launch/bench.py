@@ -30,7 +30,8 @@ BENCHES = {
     "layer": "whole MoE layers beside deepspeed.moe and a plain torch layer",
     "contention": "latency against split, and the controller's choice",
 }
-ALONE = ("planner",)  # benches of one process
+ALONE = ("planner",)  # benches of one process; so is all that is simulated
+WRITTEN = ("out", "png", "export")  # flags that name a file to write
 FAILED = 1
 
 
@@ -46,12 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(sys.argv[1:] if argv is None else argv)
     ranks, rank = (int(os.environ.get(name, x)) for name, x in (("WORLD_SIZE", 1), ("RANK", 0)))
     try:
-        if args.bench in ALONE and ranks > 1:
-            raise BenchError(
-                f"got {ranks} ranks, wanted one process: python launch/bench.py {args.bench}"
-            )
-        out = args.out or records.ROOT / "docs" / "results" / f"{args.bench}.jsonl"
-        records.need_writable(out)
+        simulated = getattr(args, "simulate", False)
+        if (args.bench in ALONE or simulated) and ranks > 1:
+            command = f"python launch/bench.py {args.bench}{' --simulate' if simulated else ''}"
+            raise BenchError(f"got {ranks} ranks, wanted one process: {command}")
+        out = args.out = args.out or records.ROOT / "docs" / "results" / f"{args.bench}.jsonl"
+        for flag in WRITTEN:
+            if (path := getattr(args, flag, None)) is not None:
+                records.need_writable(f"--{flag}", path)
         header = records.header(args.bench, args.commit)
         written = 0
         for found in args.run(args):

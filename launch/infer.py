@@ -120,6 +120,8 @@ def main() -> int:
         join_world()
         try:
             return run(args, settings)
+        except ConfigError as error:
+            leave(str(error))
         except TileMoEError as error:
             leave(f"{type(error).__name__}: {error}", FAILED)
 

@@ -29,7 +29,7 @@ def _no_native_planner(monkeypatch):
 
 @pytest.mark.parametrize("routing", ["balanced", "uniform", "moderate_skew", "stress_skew"])
 def test_planner_appends_a_record(tmp_path, capsys, routing):
-    out = tmp_path / "new" / "planner.jsonl"
+    out = tmp_path / "planner.jsonl"
     line = [
         *SMALL,
         "--routing",
@@ -97,6 +97,20 @@ def test_planner_is_for_one_process(monkeypatch, capsys, tmp_path):
     )
 
 
+def test_help_says_how_few_repeats_there_may_be(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["planner", "--help"])
+    assert "50 or more, with fresh counts" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys):
+    out = tmp_path / "new one" / "planner.jsonl"
+    assert bench.main([*SMALL, "--commit", "abc", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert f"--out {out}: there is no such folder; make it first: mkdir -p '{out.parent}'" in said
+    assert not out.parent.exists()
+
+
 def test_help_lists_the_benches_without_torch():
     """Importing torch and DeepSpeed takes seconds; a newcomer asks for help first."""
     code = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import bench\n"
@@ -133,6 +147,7 @@ def test_bad_flags_are_named(capsys, tmp_path, flags, message):
 
 def test_commit_comes_from_git_or_must_be_given(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "ROOT", tmp_path)
+    (tmp_path / "docs" / "results").mkdir(parents=True)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert bench.main(SMALL) == 1
     assert "git tells no commit" in capsys.readouterr().err
@@ -141,7 +156,6 @@ def test_commit_comes_from_git_or_must_be_given(capsys, tmp_path, monkeypatch):
         subprocess.run([*git, *words], check=True)
     clean = records.head_commit()
     assert len(clean) == 40
-    (tmp_path / "docs" / "results").mkdir(parents=True, exist_ok=True)
     (tmp_path / "docs" / "results" / "planner.jsonl").write_text("{}\n")
     assert records.head_commit() == clean
     (tmp_path / "file").write_text("")

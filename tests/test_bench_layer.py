@@ -273,7 +273,16 @@ def test_only_the_wanted_peers_are_timed(tmp_path, peers_, timed):
     [
         (["--mode", "graph"], "--mode: got graph without a GPU, wanted eager"),
         (["--block", "{"], "--block: got '{', wanted JSON"),
+        (["--block", "[1]"], "--block: got '[1]', wanted a JSON object"),
         (["--block", '{"mver": "sm"}'], "mover"),
+        (
+            ["--quick", "--block", '{"enabled": false}'],
+            """--block: got '{"enabled": false}', wanted a block that swaps the layers""",
+        ),
+        (
+            ["--quick", "--block", '{"layers": "no_such", "strict": false}'],
+            "not swapped: ['nodrop', 'drop']",
+        ),
         (
             ["--routing", "stress_skew"],
             "start it on more ranks: deepspeed --num_gpus 4 launch/bench.py layer",

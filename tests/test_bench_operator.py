@@ -247,6 +247,18 @@ def test_two_ranks(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("split", "runs"), [(None, operator.CPU_SPLITS), ((3,), (3,))], ids=["default", "told"]
+)
+def test_quick_keeps_the_split_that_was_asked_for(split, runs):
+    parser = argparse.ArgumentParser()
+    operator.add_arguments(parser)
+    args = parser.parse_args(["--quick"])
+    args.split = split
+    operator._defaults(args, ALONE)
+    assert args.split == runs
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (
@@ -258,6 +270,10 @@ def test_two_ranks(tmp_path):
         (["--shape", "9,8,8,4,2"], "M: got 9, wanted a multiple of topk, 2"),
         (["--rounds", "10"], "--rounds: got '10', wanted an integer from 50 on"),
         (["--local-tail-waves", "some"], "local_tail_waves"),
+        (
+            ["--quick", "--split", "2,20"],
+            "--split: got 20, wanted 1 to 8 consumer threads on a CPU",
+        ),
     ],
 )
 def test_bad_flags_are_named(tmp_path, flags, message):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import math
 import multiprocessing
 import os
 
@@ -11,6 +13,7 @@ import pytest
 
 from ds_tilemoe import calibration
 from ds_tilemoe.calibration import cache_file, cached_machine, calibrate, typical
+from ds_tilemoe.cost_model import Machine
 
 KEY = {"gpu": "NVIDIA H200", "link": "NV18", "version": "1"}
 
@@ -89,6 +92,7 @@ def test_another_gpu_link_or_version_is_measured_anew(tmp_path, field):
         b"null",
         b'{"key": {}}',
         b'{"key": 1, "machine": {}}',
+        b"[" * 100_000,
         "other key",
         "no sms",
         "sms -1",
@@ -114,7 +118,44 @@ def test_a_damaged_file_is_measured_anew_with_one_warning(tmp_path, caplog, cont
     assert cached_machine(**KEY, calibrate_now=lambda: typical(1), cache_dir=tmp_path).sms == 99
 
 
-def test_without_a_directory_to_write_it_works(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field.name, "1") for field in dataclasses.fields(Machine)),
+        *((field.name, None) for field in dataclasses.fields(Machine)),
+        *((field.name, -1) for field in dataclasses.fields(Machine)),
+        *((field.name, 10**400) for field in dataclasses.fields(Machine)),
+        *((field.name, True) for field in dataclasses.fields(Machine) if field.type != "bool"),
+        *((field.name, math.nan) for field in dataclasses.fields(Machine)),
+        *((field.name, math.inf) for field in dataclasses.fields(Machine)),
+        ("sms", 132.0),
+        ("sms", 0),
+        ("tile_n", 0),
+        ("tile_n", 256.0),
+        ("consumer_takes_sm", 1),
+        ("start_share", 3.0),
+        ("put_bytes", 0.5),
+        ("link", 0),
+        ("unheard_of", 1),
+    ],
+)
+def test_a_field_that_cannot_be_is_measured_anew(tmp_path, caplog, field, value):
+    path = cache_file(KEY, tmp_path)
+    machine = dataclasses.asdict(typical(132)) | {field: value}
+    path.write_text(json.dumps({"key": KEY, "machine": machine}))
+    with caplog.at_level(logging.WARNING, "ds_tilemoe"):
+        found = cached_machine(**KEY, calibrate_now=lambda: typical(99), cache_dir=tmp_path)
+    assert found == typical(99)
+    assert [field in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_every_field_has_its_range_and_type():
+    assert set(calibration._RANGES) == {field.name for field in dataclasses.fields(Machine)}
+    assert {field.type for field in dataclasses.fields(Machine)} <= set(calibration._TYPES)
+
+
+def test_without_a_directory_to_write_it_works_and_says_so_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
     blocked = tmp_path / "file"
     blocked.write_text("")
     for _ in range(2):
@@ -123,7 +164,10 @@ def test_without_a_directory_to_write_it_works(tmp_path, caplog):
                 **KEY, calibrate_now=lambda: typical(132), cache_dir=blocked / "below"
             )
         assert machine == typical(132)
-    assert not caplog.records
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for word in (str(blocked / "below"), "Not a directory", "fix: ", "adaptive.cache_dir"):
+        assert word in record.getMessage()
 
 
 def test_no_half_file_is_left_when_writing_fails(tmp_path, monkeypatch):
@@ -140,8 +184,11 @@ def test_no_half_file_is_left_when_writing_fails(tmp_path, monkeypatch):
 def test_the_default_directory_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_file(KEY).parent == tmp_path / "ds_tilemoe"
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/other")
+    assert cache_file(KEY).parent == tmp_path / "home" / "other" / "ds_tilemoe"
+    assert cache_file(KEY, "~/mine").parent == tmp_path / "home" / "mine"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_file(KEY).parent == tmp_path / "home" / ".cache" / "ds_tilemoe"
 
 

@@ -179,7 +179,46 @@ def test_all_faults_are_told_at_once() -> None:
 def test_fields_not_built_accept_their_defaults_only() -> None:
     message = refusal({"mover": "copy_engine"})
     assert NOT_BUILT["mover"][1] in message
+    assert refusal({"mover": "copy-engine"}) == message.replace("copy_engine", "copy-engine")
+    assert 'fix: write "sm"' in refusal({"mover": "SM"})
     assert load_config({"mover": DEFAULTS["mover"]}) == TileOverlapConfig()
+
+
+def test_faults_across_fields_come_with_those_of_fields() -> None:
+    message = refusal({"tile_m": -1, "mover": "copy_engine", "layers": "(", "strict": 1})
+    assert [line.split(":")[0] for line in message.splitlines()] == [
+        f"tile_overlap.{name}" for name in ("tile_m", "strict", "mover", "layers")
+    ]
+    # A bound that is wrong itself is no bound.
+    assert len(refusal({"min_consumer_ctas": "4", "num_consumer_ctas": 2}).splitlines()) == 1
+
+
+def test_keys_that_are_no_text() -> None:
+    rest = "got the key 1; wanted names of fields; fix: quote it"
+    assert refusal({1: 2}) == f"tile_overlap: {rest}"
+    assert refusal({"adaptive": {1: 2}}) == f"tile_overlap.adaptive: {rest}"
+    assert "tile_overlap.self: got an unknown key" in refusal({"self": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("num_dispatch_ctas", 4, '"auto"'),
+        ("dispatch", "nccl", '"auto" or "fused"'),
+        ("router", "fused", '"auto" or "deepspeed"'),
+        ("transport", "nvshmem", '"auto" or "mapped"'),
+    ],
+)
+def test_what_only_the_cuda_backend_has(key: str, value: object, wanted: str) -> None:
+    """Refused as soon as it is known that the CPU backend will run."""
+    for backend in ("auto", "cuda"):
+        assert getattr(load_config({"backend": backend, key: value}), key) == value
+    message = refusal({"backend": "cpu", key: value})
+    assert f"{key}: got {json.dumps(value)}; wanted {wanted}; fix: " in message
+    assert "the CPU backend has no such thing" in message
+    with pytest.raises(ConfigError, match="the CPU backend has no such thing"):
+        check_cpu_config(TileOverlapConfig(**{key: value}))
+    check_cpu_config(TileOverlapConfig(dispatch="fused", router="deepspeed", transport="mapped"))
 
 
 @pytest.mark.parametrize(
@@ -189,25 +228,35 @@ def test_fields_not_built_accept_their_defaults_only() -> None:
         ("dispatch", "nccl"),
         ("router", "fused"),
         ("transport", "nvshmem"),
+        ("min_consumer_ctas", 9),
     ],
 )
-def test_what_only_the_cuda_backend_has(key: str, value: object) -> None:
-    """Refused as soon as it is known that the CPU backend will run."""
-    for backend in ("auto", "cuda"):
-        assert getattr(load_config({"backend": backend, key: value}), key) == value
-    message = refusal({"backend": "cpu", key: value})
-    assert f"{key}: got {json.dumps(value)}" in message
-    assert "the CPU backend has no such thing" in message
-    with pytest.raises(ConfigError, match="the CPU backend has no such thing"):
-        check_cpu_config(TileOverlapConfig(**{key: value}))
-    check_cpu_config(TileOverlapConfig(dispatch="fused", router="deepspeed", transport="mapped"))
+def test_layers_on_the_cpu_raise_what_it_cannot_meet_as_a_config_error(
+    key: str, value: object
+) -> None:
+    """Found out only when the layers are seen, and still the block's fault: nothing to install."""
+    from moe_models import make_moe
+
+    import ds_tilemoe
+
+    moe = make_moe()
+    kind = type(moe.deepspeed_moe)
+    with pytest.raises(ConfigError, match=rf"tile_overlap\.{key}: got {json.dumps(value)}; wanted"):
+        ds_tilemoe.apply(moe, {key: value})
+    assert type(moe.deepspeed_moe) is kind
 
 
 def test_adaptive_takes_its_fields() -> None:
     adaptive = {"enabled": False, "interval": 3, "hysteresis": 0.1, "cache_dir": "/tmp"}
     assert load_config({"adaptive": adaptive}).adaptive.model_dump() == adaptive
     assert load_config({"adaptive": {"interval": 2}}).adaptive.hysteresis == 0.02
-    for bad in ({"interval": 0}, {"hysteresis": 1}, {"cache_dir": 3}):
+    for bad in (
+        {"interval": 0},
+        {"hysteresis": 1},
+        {"cache_dir": 3},
+        {"cache_dir": ""},
+        {"cache_dir": "a\0b"},
+    ):
         assert f"tile_overlap.adaptive.{next(iter(bad))}: got" in refusal({"adaptive": bad})
 
 
@@ -217,6 +266,7 @@ def test_bounds_by_backend() -> None:
             assert getattr(load_config({"backend": backend, key: 131}), key) == 131
         message = refusal({"backend": "cpu", key: 9})
         assert f"tile_overlap.{key}: got 9; wanted " in message
+        assert "an integer from 1 to 8 on the CPU backend; fix: " in message
         with pytest.raises(ConfigError, match=f"{key}: got 131"):
             check_cpu_config(load_config({key: 131}))
     check_cpu_config(load_config({"num_consumer_ctas": 8}))
@@ -225,7 +275,9 @@ def test_bounds_by_backend() -> None:
 def test_bounds_across_fields() -> None:
     assert "max_consumer_ctas" in refusal({"min_consumer_ctas": 3, "max_consumer_ctas": 2})
     assert "max_consumer_ctas (2)" in refusal({"num_consumer_ctas": 3, "max_consumer_ctas": 2})
-    assert "min_consumer_ctas (2)" in refusal({"num_consumer_ctas": 1, "min_consumer_ctas": 2})
+    message = refusal({"num_consumer_ctas": 1, "min_consumer_ctas": 2})
+    assert "of at least min_consumer_ctas (2)" in message
+    assert "max_consumer_ctas" not in message  # nobody has set it
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,28 @@ def test_without_matplotlib_nothing_is_run(tmp_path, monkeypatch, capsys):
     assert 'pip install "ds_tilemoe[bench]"' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--out", "--png", "--export"])
+def test_a_missing_folder_is_said_before_anything_is_run(tmp_path, monkeypatch, capsys, flag):
+    monkeypatch.setattr(contention, "simulate", lambda *args: pytest.fail("it ran"))
+    path = tmp_path / "new" / "file"
+    line = [*SMALL, "--out", str(tmp_path / "x"), flag, str(path)]
+    assert bench.main(line) == 1
+    wanted = f"{flag} {path}: there is no such folder; make it first: mkdir -p {path.parent}"
+    assert wanted in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_simulator_is_for_one_process(monkeypatch, tmp_path):
+    def leave(message, code):
+        raise SystemExit(f"{code} {message}")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(bench, "leave", leave)
+    wanted = "got 2 ranks, wanted one process: python launch/bench.py contention --simulate"
+    with pytest.raises(SystemExit, match=wanted):
+        bench.main([*SMALL, "--out", str(tmp_path / "x")])
+
+
 def test_a_shape_that_was_not_measured_is_refused(tmp_path, capsys):
     out = str(tmp_path / "x.jsonl")
     line = ["contention", "--simulate", "--shape", "64,100,200,2,2,256", "--out", out]

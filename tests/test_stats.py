@@ -128,6 +128,9 @@ def test_table(layer):
     layer.add(iteration(), 0, 12_000, choice=Choice(8, 2, 1, "sm"), reason="start")
     assert stats.table([layer.record()]).split()[-1] == "8"
     assert stats.table([layer.record() | {"split": None}]).split()[-1] == "-"
+    assert stats.table() == stats.table(stats.layers())
+    assert stats.table().splitlines()[1].startswith("mlp")
+    assert len(stats.table([]).splitlines()) == 1  # none are not all
 
 
 def test_parts_are_means_over_the_calls_that_have_them(layer):

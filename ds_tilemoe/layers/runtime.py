@@ -182,6 +182,14 @@ class Runtime:
         try:
             prepare_backend(self.device, self.config, alone=self.group is None)
         except Exception as error:
+            if isinstance(error, ConfigError) and self.device == "cpu":
+                # The block's fault, which all ranks raise as such.
+                return [
+                    offer
+                    if isinstance(offer.outcome, str)
+                    else Offer(offer.layer, str(error), unmet=True)
+                    for offer in offers
+                ], None
             if self.config.backend != "auto" or not isinstance(error, BuildError):
                 return offers, str(error)
             reason = f"the {self.device.upper()} backend could not be built: {error}"

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``contention``."""
     several = {"action": "extend", "nargs": "+"}
     names = "M,N,K,LOCAL_EXPERTS,TOPK,TILE_N"
-    parser.add_argument("--simulate", action="store_true", help="no GPU: ds_tilemoe/simulator.py")
+    parser.add_argument("--simulate", action="store_true", help="one process, no GPU")
     parser.add_argument("--ranks", type=at_least(2), default=4, help="simulated ranks")
     parser.add_argument(
         "--seeds", type=at_least(1), default=4, help="runs of each case; first splits in turn"
@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routing", action="append", choices=[*ROUTINGS, "uniform"])
     parser.add_argument("--split", type=sizes("..."), metavar="C,C,...", help="static ones")
     parser.add_argument(
-        "--rounds", type=at_least(FEWEST_ROUNDS), default=60, help="calls of each run"
+        "--rounds",
+        type=at_least(FEWEST_ROUNDS),
+        default=60,
+        help=f"calls of each run, {FEWEST_ROUNDS} or more",
     )
     parser.add_argument(
         "--quick",

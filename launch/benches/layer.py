@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", action="append", choices=["eager", "graph"], help="repeatable; both on a GPU")
     add("--peers", choices=list(PEERS), default="all", help="timed beside ours")
     add("--block", default="{}", metavar="JSON", help='of "tile_overlap", for the swapped layer')
-    add("--rounds", type=at_least(FEWEST_ROUNDS), default=100)
+    add("--rounds", type=at_least(FEWEST_ROUNDS), default=100, help=f"{FEWEST_ROUNDS} or more")
     add("--peer-rounds", type=at_least(10), default=30, help="of them, with the slow peers")
     add("--dtype", choices=list(DTYPES), help="bfloat16; float32 on a CPU")
     add("--seed", type=at_least(0), default=0)
@@ -148,7 +148,18 @@ def _defaults(args: argparse.Namespace, world: World) -> dict[str, Any]:
         block = json.loads(args.block)
     except json.JSONDecodeError as error:
         raise BenchError(f"--block: got {args.block!r}, wanted JSON: {error}") from None
+    if not isinstance(block, dict):
+        raise BenchError(f"--block: got {args.block!r}, wanted a JSON object")
     return {"strict": True, **block}
+
+
+def _need_swapped(world: World, layers: Any, text: str) -> None:
+    """Else DeepSpeed's own layers would be timed as ours; ``text`` is what --block says."""
+    left = [
+        rule for rule, moe in layers.items() if getattr(moe.deepspeed_moe, "_tile", None) is None
+    ]
+    wanted = "a block that swaps the layers (enabled, and layers that match their names)"
+    world.agree(f"--block: got {text!r}, wanted {wanted}: not swapped: {left}" if left else "")
 
 
 def _ids(world: World, shape: LayerShape, name: str, seed: int) -> np.ndarray:
@@ -181,6 +192,7 @@ def _case(
     swapped, plain = layers.swapped, layers.plain
     block = {"max_tokens_per_rank": shape.tokens, **block}
     ds_tilemoe.apply(swapped, block)
+    _need_swapped(world, swapped, args.block)
     error = layer_check.check(world, swapped, plain, layers.torch, inputs[:2])
     bound = layer_parts.bound(world, shape, layers, inputs[0], routed, machine)
     # A sequential layer has no split to learn, and its copy is the fastest there is.

@@ -29,6 +29,7 @@ from benches.gpus import need_alone
 from benches.operator_measure import Measured
 from benches.ranks import World, command, join
 from benches.records import FEWEST_ROUNDS, BenchError, at_least, median, sizes, table
+from ds_tilemoe.config_block import MAX_CPU_CONSUMERS
 from ds_tilemoe.routings import ROUTINGS
 
 NAMES = "M,N,K,LOCAL_EXPERTS,TOPK"
@@ -44,6 +45,7 @@ SHAPES = (
     (16384, 8192, 2048, 64, 2),
 )
 SPLITS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24)
+QUICK_SPLITS = (4, 8)
 CPU_SHAPES = ((512, 128, 64, 4, 2),)
 CPU_SPLITS = (1, 2)
 DEFAULT_ROUTINGS = ("balanced", "moderate_skew", "stress_skew")
@@ -61,17 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing", action="append", choices=list(ROUTINGS), help="repeatable")
     add("--layout", action="append", choices=["compact", "aligned"], help="repeatable")
     add("--mover", action="append", choices=["sm", "none"], help="repeatable")
-    add("--split", type=sizes("..."), metavar="C,C,...", help="CTAs of the consumer, mover sm")
+    threads = f"on a CPU its threads, 1 to {MAX_CPU_CONSUMERS}"
+    add("--split", type=sizes("..."), metavar="C,C,...", help=f"CTAs of the consumer; {threads}")
     add("--tile-n", type=sizes("..."), metavar="N,N", help="columns of a tile; 128 only if N small")
     add("--bands-per-segment", type=sizes("..."), default=(1,), metavar="B,B,...")
     add("--local-tail-waves", action="append", help="a number, all or auto; repeatable")
-    add("--rounds", type=at_least(FEWEST_ROUNDS), default=100)
+    add("--rounds", type=at_least(FEWEST_ROUNDS), default=100, help=f"{FEWEST_ROUNDS} or more")
     add("--dtype", choices=list(DTYPES), help="bfloat16; float32 on a CPU")
     add("--seed", type=at_least(0), default=0)
     add(
         "--quick",
         action="store_true",
-        help="50 rounds; what is not named: one shape, balanced, 4, 8",
+        help="50 rounds; what is not named: one shape, balanced, splits 4, 8 (on a CPU 1, 2)",
     )
 
 
@@ -120,9 +123,13 @@ def _defaults(args: argparse.Namespace, world: World) -> None:
         args.routing = [name for name in names if (ROUTINGS[name] or 0) <= world.ranks]
         if left := set(names) - set(args.routing):
             world.say(f"{world.ranks} rank(s): not timed: {', '.join(sorted(left))}")
-    args.split = args.split or ((4, 8) if args.quick else SPLITS if world.on_gpu else CPU_SPLITS)
-    if args.quick and not world.on_gpu:
-        args.split = CPU_SPLITS
+    if not args.split:
+        args.split = (QUICK_SPLITS if args.quick else SPLITS) if world.on_gpu else CPU_SPLITS
+    if not world.on_gpu and max(args.split) > MAX_CPU_CONSUMERS:
+        raise BenchError(
+            f"--split: got {max(args.split)}, wanted 1 to {MAX_CPU_CONSUMERS} consumer threads on"
+            " a CPU"
+        )
     args.rounds = FEWEST_ROUNDS if args.quick else args.rounds
     args.layout = args.layout or ["compact"]
     args.mover = args.mover or ["sm", "none"]

@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routing", choices=list(ROUTINGS), default="uniform")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument(
-        "--repeats", type=at_least(FEWEST_ROUNDS), default=100, help="fresh counts each time"
+        "--repeats",
+        type=at_least(FEWEST_ROUNDS),
+        default=100,
+        help=f"{FEWEST_ROUNDS} or more, with fresh counts each time",
     )
 
 

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +61,11 @@ class Parser(argparse.ArgumentParser):
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """``--out`` and ``--commit``, which every bench has."""
-    parser.add_argument("--out", type=Path, help="file to append to; else docs/results/NAME.jsonl")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file to append to, in a folder that exists; else docs/results/NAME.jsonl",
+    )
     parser.add_argument("--commit", help="commit to record; else git is asked")
 
 
@@ -179,15 +184,18 @@ def append(out: Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
-def need_writable(out: Path) -> None:
-    """Make its folder.
+def need_writable(flag: str, path: Path) -> None:
+    """Say so before anything is run; a folder that may be a slip of the pen is not made.
 
     Raises:
-        BenchError: the file cannot be written.
+        BenchError: the file that ``flag`` names cannot be written.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(out if out.exists() else out.parent, os.W_OK) or out.is_dir():
-        raise BenchError(f"--out: got {str(out)!r}, wanted a file that can be written")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        fix = f"mkdir -p {shlex.quote(str(folder))}"
+        raise BenchError(f"{flag} {path}: there is no such folder; make it first: {fix}")
+    if not os.access(path if path.exists() else folder, os.W_OK) or path.is_dir():
+        raise BenchError(f"{flag}: got {str(path)!r}, wanted a file that can be written")
 
 
 def head_commit() -> str:
