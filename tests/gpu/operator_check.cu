@@ -112,12 +112,6 @@ void free_routings(std::vector<std::vector<Routing>>& sets) {
   }
 }
 
-int gpus() {
-  int devices = 0;
-  CHECK_CUDA(cudaGetDeviceCount(&devices));
-  return devices;
-}
-
 // Changing routing, split and mover in every call, each rank its own; sleeps in half of the calls.
 // True if every row and every record is right. `link`: this process has one rank.
 template <class E>

@@ -23,45 +23,13 @@
 
 #include "consumer/combine.h"
 #include "consumer/fail.h"
+#include "host.cuh"
 #include "planner/exchange.h"
 #include "planner/planner.h"
-
-#define CHECK_CUDA(call)                                                 \
-  do {                                                                   \
-    const cudaError_t check_error = (call);                              \
-    if (check_error != cudaSuccess) {                                    \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
-                   cudaGetErrorString(check_error));                     \
-      std::exit(2);                                                      \
-    }                                                                    \
-  } while (0)
 
 namespace harness {
 
 using namespace tilemoe;
-
-// Host threads that meet.
-class Meeting {
- public:
-  explicit Meeting(int count) : count_(count) {}
-  void wait() {
-    std::unique_lock lock(mutex_);
-    const int turn = turn_;
-    if (++here_ == count_) {
-      here_ = 0;
-      ++turn_;
-      all_.notify_all();
-    } else {
-      all_.wait(lock, [&] { return turn_ != turn; });
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable all_;
-  const int count_;
-  int here_ = 0, turn_ = 0;
-};
 
 struct Shape {
   int world, local_experts, topk, n, k;

@@ -9,18 +9,9 @@
 #include <random>
 #include <vector>
 
+#include "host.cuh"
 #include "planner/plan_device.h"
 #include "planner/planner.h"
-
-#define CHECK_CUDA(call)                                                 \
-  do {                                                                   \
-    const cudaError_t check_error = (call);                              \
-    if (check_error != cudaSuccess) {                                    \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
-                   cudaGetErrorString(check_error));                     \
-      std::exit(2);                                                      \
-    }                                                                    \
-  } while (0)
 
 namespace {
 

@@ -7,17 +7,8 @@
 #include <cstdlib>
 #include <vector>
 
+#include "host.cuh"
 #include "producer/instances.h"
-
-#define CHECK_CUDA(call)                                                 \
-  do {                                                                   \
-    const cudaError_t check_error = (call);                              \
-    if (check_error != cudaSuccess) {                                    \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
-                   cudaGetErrorString(check_error));                     \
-      std::exit(2);                                                      \
-    }                                                                    \
-  } while (0)
 
 namespace harness {
 
