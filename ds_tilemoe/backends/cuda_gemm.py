@@ -26,6 +26,7 @@ from ds_tilemoe.backends.cuda_plan import (
     fewer_columns,
 )
 from ds_tilemoe.config import TileOverlapConfig
+from ds_tilemoe.controller import Controller
 from ds_tilemoe.errors import TileMoEError
 
 _MAP_BYTES = ctypes.sizeof(abi.TensorMap)
@@ -201,7 +202,7 @@ class LayerGemms:
 
     def tiling(self, tokens: int) -> Tiling:
         """Of calls with about so many tokens."""
-        bucket = (tokens - 1).bit_length() if tokens > 1 else 0
+        bucket = Controller.bucket_of(tokens)
         found = self._tilings.get(bucket)
         if found is None:
             shape, config, sms = self._shape, self._config, self._sms

@@ -108,7 +108,7 @@ class Splits:
         controller = self.controllers.get(layer.fingerprint)
         is_open = mover == config.num_consumer_ctas == "auto" and config.min_consumer_ctas <= 1
         if controller is not None:
-            choice = controller.choose(bucket_of(tokens))
+            choice = controller.choose(Controller.bucket_of(tokens))
             waves = choice.local_tail_waves
             split = Split(
                 choice.num_consumer_ctas,
@@ -123,14 +123,14 @@ class Splits:
                 return split  # without a consumer that is never wanted
             most = self._most_captured()
             wanted = min(split.num_consumer_ctas, most)
-            self._words[layer.fingerprint][bucket_of(tokens)] = wanted
+            self._words[layer.fingerprint][Controller.bucket_of(tokens)] = wanted
             split = split._replace(num_consumer_ctas=most, mover=abi.Mover.SM)
         return split
 
     def wanted_word(self, layer: CudaLayer, tokens: int) -> int:
         """Address of the page-locked word from which a captured call of this size reads the number
         of its consumer CTAs."""
-        return self._words[layer.fingerprint].ctypes.data + 4 * bucket_of(tokens)
+        return self._words[layer.fingerprint].ctypes.data + 4 * Controller.bucket_of(tokens)
 
     def observe(self, records: Sequence[Record]) -> None:
         """Learn from calls that have ended."""
@@ -143,7 +143,7 @@ class Splits:
                 seen = self._short_calls[record.layer] = self._short_calls.get(record.layer, -1) + 1
                 if seen % SHORT_CALLS_A_LOOK:
                     continue
-            bucket = bucket_of(record.tokens)
+            bucket = Controller.bucket_of(record.tokens)
             before = controller.choose(bucket)
             controller.observe(
                 observation(
@@ -165,7 +165,7 @@ class Splits:
         if self._world == 1:
             return None, ""
         controller, reason = self.controllers.get(record.layer), ""
-        key = (record.layer, bucket_of(record.tokens), record.consumer_ctas)
+        key = (record.layer, Controller.bucket_of(record.tokens), record.consumer_ctas)
         if controller is None:
             joined, waves = self._config.bands_per_segment, tail_waves(self._config)
             choice = Choice(
@@ -217,8 +217,3 @@ def limits_of(config: TileOverlapConfig) -> Limits:
         hysteresis=config.adaptive.hysteresis,
         interval=config.adaptive.interval,
     )
-
-
-def bucket_of(tokens: int) -> int:
-    """Number of the size bucket: calls within a power of two are alike."""
-    return Controller.bucket_of(tokens)
