@@ -30,6 +30,7 @@ CPU_TAKES: dict[str, tuple[str, ...]] = {
     "num_dispatch_ctas": ("auto",),
     "dispatch": ("auto", "fused"),
     "router": ("auto", "deepspeed"),
+    "router_logits": ("auto", "deepspeed"),
     "transport": ("auto", "mapped"),
 }
 
@@ -101,6 +102,9 @@ class TileOverlapConfig(BaseModel):
     router: Literal["auto", "deepspeed", "fused"] = Field(
         "auto", description='"auto", "deepspeed" or "fused"'
     )
+    router_logits: Literal["auto", "deepspeed", "bf16x3"] = Field(
+        "auto", description='"auto", "deepspeed" or "bf16x3"'
+    )
     transport: Literal["auto", "mapped", "nvshmem"] = Field(
         "auto", description='"auto", "mapped" or "nvshmem"'
     )
@@ -152,6 +156,8 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
         )
     if config.backend == "cpu":
         yield from _cpu_faults(config)
+    if config.router_logits == "bf16x3" and config.router == "deepspeed":
+        yield _fault("router_logits", "bf16x3", 'write "auto", or let router be "auto"')
     chosen = config.num_consumer_ctas
     if chosen == "auto":
         return

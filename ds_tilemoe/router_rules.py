@@ -56,6 +56,9 @@ class Rule:
     capacity: int = 0
 
 
+NO_DROP = Rule(Drop.NONE)
+
+
 def uncovered(gate: Any, used_token: Tensor | None = None, use_tutel: bool = False) -> str:
     """Why the fused router cannot stand for this gate in its present mode, or "" if it can.
 
@@ -65,23 +68,30 @@ def uncovered(gate: Any, used_token: Tensor | None = None, use_tutel: bool = Fal
         use_tutel: the layer's ``use_tutel``.
     """
     kind = type(gate)
-    experts, k = gate.wg.out_features, gate.k
+    if (kind.__module__, kind.__qualname__) != _GATE:
+        return f"the gate is a {kind.__module__}.{kind.__qualname__}"
+    if "forward" in vars(gate) or gate._forward_hooks or gate._forward_pre_hooks:
+        return "the gate's forward is replaced or has hooks"
+    wg, k = gate.wg, gate.k
+    experts = wg.out_features
+    if not 1 <= k <= min(MAX_TOPK, experts):
+        return f"k is {k}, wanted 1 to {min(MAX_TOPK, experts)}"
+    if experts > MAX_EXPERTS:
+        return f"there are {experts} experts, wanted at most {MAX_EXPERTS}"
+    if use_tutel:
+        return "use_tutel is on"
+    if k == 1 and used_token is not None:
+        return "a used_token mask is given"
+    if k == 1 and gate.use_rts and gate.drop_tokens:
+        return "use_rts drops tokens at random"
+    if k == 2 and gate.top2_2nd_expert_sampling:
+        return "top2_2nd_expert_sampling is on"
     noise = gate.noisy_gate_policy if gate.training else None
-    reasons = {
-        f"the gate is a {kind.__module__}.{kind.__qualname__}": (kind.__module__, kind.__qualname__)
-        != _GATE,
-        "the gate's forward is replaced or has hooks": "forward" in vars(gate)
-        or bool(gate._forward_hooks or gate._forward_pre_hooks),
-        f"k is {k}, wanted 1 to {min(MAX_TOPK, experts)}": not 1 <= k <= min(MAX_TOPK, experts),
-        f"there are {experts} experts, wanted at most {MAX_EXPERTS}": experts > MAX_EXPERTS,
-        "use_tutel is on": use_tutel,
-        "a used_token mask is given": k == 1 and used_token is not None,
-        "use_rts drops tokens at random": k == 1 and gate.use_rts and gate.drop_tokens,
-        "top2_2nd_expert_sampling is on": k == 2 and gate.top2_2nd_expert_sampling,
-        f"noisy_gate_policy is {noise}": noise == "Jitter" or (noise == "RSample" and k == 1),
-        "autocast is on": torch.is_autocast_enabled(gate.wg.weight.device.type),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if noise == "Jitter" or (noise == "RSample" and k == 1):
+        return f"noisy_gate_policy is {noise}"
+    if torch.is_autocast_enabled(wg.weight.device.type):
+        return "autocast is on"
+    return ""
 
 
 def rule_of(gate: Any, tokens: int) -> Rule:
@@ -93,7 +103,7 @@ def rule_of(gate: Any, tokens: int) -> Rule:
     """
     assert gate.k != 1 or tokens >= gate.min_capacity or tokens == 0, _TOO_FEW_TOKENS
     if not gate.drop_tokens:
-        return Rule(Drop.NONE)
+        return NO_DROP
     factor = gate.capacity_factor if gate.training else gate.eval_capacity_factor
     capacity = _capacity(
         tokens,
@@ -191,8 +201,7 @@ def find_ties(logits: Tensor, k: int, rule: Rule) -> Ties:
     tokens, experts = logits.shape
     gates = torch.softmax(logits, dim=1)
     is_tied = torch.zeros_like(gates, dtype=torch.bool)
-    no_drop = Rule(Drop.NONE)
-    ids = route_reference(logits, k, no_drop).expert_ids.long()
+    ids = route_reference(logits, k, NO_DROP).expert_ids.long()
     routed = torch.zeros_like(is_tied).scatter_(1, ids, True)
     if k == 1 and rule.drop is Drop.POSITION:
         is_tied |= routed & (routed.sum(dim=0) > rule.capacity)

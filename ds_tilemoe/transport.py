@@ -8,6 +8,7 @@ that a garbage collector or an exit handler starts on one rank hangs there.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import os
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_tilemoe import transport_room
 from ds_tilemoe.errors import BuildError, CapacityError, TileMoEError
 
 # Set before NVSHMEM starts, unless the user has set them.
@@ -26,9 +28,6 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NCCL": "1",
 }
 ENVIRONMENT_ON_ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none"}  # no search for network devices
-
-# NVSHMEM takes device memory in pieces of this size (its NVSHMEM_CUMEM_GRANULARITY).
-GRANULARITY = 512 << 20
 
 _running: Transport | None = None
 
@@ -41,12 +40,21 @@ class Transport:
         world: ranks of the world.
     """
 
-    def __init__(self, library: ctypes.CDLL, device: torch.device, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        device: torch.device,
+        rank: int,
+        world: int,
+        settings: transport_room.Settings,
+    ) -> None:
         self.rank = rank
         self.world = world
         self._library = library
         self._device = device
-        self._blocks: dict[int, int] = {}  # address -> bytes
+        self._settings = settings
+        self._room = self._measure() if settings.grows else None
+        self._blocks: set[int] = set()  # addresses
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Symmetric memory, not zeroed. A collective of the world; no stream may wait on a flag.
@@ -60,47 +68,84 @@ class Transport:
             [nbytes] uint8 on this process's device.
 
         Raises:
-            CapacityError: a rank has too little memory; on every rank, and nothing is allocated.
+            CapacityError: a rank has too little memory, or NVSHMEM may not take as much; on every
+                rank, and nothing is allocated.
             TileMoEError: the ranks ask for different sizes; on every rank.
         """
-        free, _ = torch.cuda.mem_get_info(self._device)
-        if free < nbytes + GRANULARITY:
-            torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info(self._device)
-        asked = _gather((nbytes, free))
-        if min(asked)[0] != max(asked)[0] or nbytes < 1:
+        # Beforehand, because NVSHMEM does not survive an allocation that fails where it grows.
+        room, settings = self._room, self._settings
+        growth, available = (0, nbytes) if room is None else (room.growth(nbytes), room.available)
+        wanted = nbytes + settings.piece if growth else 0
+        free = self._free(wanted)
+        asked = _gather((nbytes, available, free, wanted))
+        sizes = [size for size, *_ in asked]
+        if min(sizes) != max(sizes) or nbytes < 1:
             raise TileMoEError(
-                f"symmetric memory: got sizes {[size for size, _ in asked]} from the ranks; wanted "
-                "one size above 0; fix: call allocate in one order with one size on every rank"
+                f"symmetric memory: got sizes {sizes} from the ranks; wanted one size above 0; fix:"
+                " call allocate in one order with one size on every rank"
             )
-        # Checked beforehand, because NVSHMEM does not survive an allocation that fails on a rank.
-        short = min(range(self.world), key=lambda rank: asked[rank][1])
-        if asked[short][1] < nbytes + GRANULARITY:
+        least = min(available for _, available, *_ in asked)
+        if room is not None and least < nbytes:
             raise CapacityError(
-                f"symmetric memory: needed {nbytes} bytes and up to {GRANULARITY} of rounding, "
-                f"available {asked[short][1]} on rank {short}; set a smaller max_tokens_per_rank"
+                f"symmetric memory: needed {nbytes} bytes, available {least}, as NVSHMEM's heap"
+                f" stays below {transport_room.LIMIT}, here {settings.limit}; set that to"
+                f" {room.limit_for(nbytes)} on all ranks, or set a smaller max_tokens_per_rank"
             )
+        for rank, (_, _, free, wanted) in enumerate(asked):
+            if free < wanted:
+                raise CapacityError(
+                    f"symmetric memory: needed {nbytes} bytes and up to {wanted - nbytes} of"
+                    f" rounding, available {free} on rank {rank}; set a smaller max_tokens_per_rank"
+                )
         import nvshmem.bindings
 
         address = nvshmem.bindings.malloc(nbytes)
         if not all(_gather(bool(address))):
             raise CapacityError(
-                f"symmetric memory: NVSHMEM has no room for {nbytes} bytes; raise "
-                "NVSHMEM_MAX_MEMORY_PER_GPU, or set a smaller max_tokens_per_rank"
+                f"symmetric memory: NVSHMEM has no room for {nbytes} bytes; raise"
+                f" {transport_room.FIXED_SIZE}, here {settings.fixed_size}, as without CUDA VMM"
+                f" ({transport_room.FIXED}) its heap does not grow, or set a smaller"
+                " max_tokens_per_rank"
             )
-        self._blocks[address] = nbytes
+        if room is not None:
+            room.take(address, nbytes)
+        self._blocks.add(address)
         return _as_tensor(address, nbytes, self._device)
 
     def free(self, memory: torch.Tensor) -> None:
         """Gives back what :meth:`allocate` returned. A collective of the world."""
         import nvshmem.bindings
 
-        del self._blocks[memory.data_ptr()]
-        nvshmem.bindings.free(memory.data_ptr())
+        address = memory.data_ptr()
+        self._blocks.remove(address)
+        nvshmem.bindings.free(address)
+        if self._room is not None:
+            self._room.release(address)
 
     def peer_pointer(self, memory: torch.Tensor, rank: int) -> int | None:
         """Address at which ``rank``'s copy of symmetric ``memory`` is mapped here, or None."""
         return self._library.tilemoe_transport_peer_pointer(memory.data_ptr(), rank)
+
+    def _measure(self) -> transport_room.Room:
+        """Room of a heap that holds NVSHMEM's own blocks alone. A collective of the world."""
+        import nvshmem.bindings
+
+        first = nvshmem.bindings.malloc(transport_room.ALIGNMENT)
+        nvshmem.bindings.free(first)
+
+        def is_inside(address: int) -> bool:
+            return self._library.tilemoe_transport_peer_pointer(address, self.rank) is not None
+
+        base = bisect.bisect_left(range(first), True, key=is_inside)  # nothing else tells it
+        return transport_room.Room(base, first, self._settings)
+
+    def _free(self, wanted: int) -> int:
+        """Bytes of device memory that are free, or that torch can let go of for ``wanted``."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if free < wanted:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self._device)
+        return free
 
     def close(self) -> None:
         """Frees all memory and ends NVSHMEM. A collective of the world; no kernel may be at it."""
@@ -143,6 +188,7 @@ def _start(library: ctypes.CDLL) -> Transport:
 
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
+        heap_settings = transport_room.read_settings(os.environ)
     except Exception as error:  # whatever it is, the peers must hear of it or they wait for ever
         problem = f"nvshmem4py or CUDA does not start ({type(error).__name__}: {error})"
     seen = _gather((problem, socket.gethostname()))
@@ -173,7 +219,7 @@ def _start(library: ctypes.CDLL) -> Transport:
     except Exception as error:
         problem = f"NVSHMEM does not start ({type(error).__name__}: {error})"
     _raise_first(_gather(problem))
-    return Transport(library, device, rank, world)
+    return Transport(library, device, rank, world, heap_settings)
 
 
 def _attach(library: ctypes.CDLL, rank: int, world: int) -> str:

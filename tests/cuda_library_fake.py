@@ -13,7 +13,7 @@ import functools
 import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,7 +42,6 @@ from ds_tilemoe.symmetric_heap import gather
 
 DTYPES = {0: torch.bfloat16, 1: torch.float16}
 ACTIVATIONS = {0: lambda x: x, 1: F.gelu, 2: F.silu, 3: F.relu}
-FAILED = "this rank has failed"
 COUNT_ROW, RECV = 64, 4096  # bytes of a count row without counts; offset of the receive room
 SMS = 132
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "unique")
@@ -68,6 +67,13 @@ def mapped(tensor_map: Any, box_rows: int, dtype: int) -> Tensor:
     return memory(base, DTYPES[dtype], rows, cols)
 
 
+class Failed(NamedTuple):
+    """What a rank says at the next place where all meet, instead of its share."""
+
+    outcome: int
+    seen: int = 0
+
+
 class FakeLibrary:
     """The library of one rank.
 
@@ -75,6 +81,7 @@ class FakeLibrary:
         group: of the ranks that the kernels talk to; None for one rank.
         log: the launches.
         failed: what made the group fail.
+        unheard: the call of State::unheard.
         raises: the name of the next launch that raises.
         iteration: what calls leave behind, but for segments and epoch.
     """
@@ -85,6 +92,7 @@ class FakeLibrary:
         self.epoch = 0
         self.fail_combine = False
         self.failed: Any = None
+        self.unheard = 0
         self.raises = ""
         self.params: PlanParams | None = None
         self.plan: Any = None
@@ -118,8 +126,14 @@ class FakeLibrary:
     def tilemoe_router_load(self) -> int:
         return 0
 
+    def tilemoe_split_load(self) -> int:
+        return 0
+
+    def tilemoe_split_launch(self, weights: int, parts: int, count: int, stream: int) -> int:
+        raise NotImplementedError("torch.mm has no out_dtype on a CPU")
+
     def tilemoe_block_offsets(self, shape: Any, offsets: Any) -> None:
-        self.failed, self.epoch = None, 0  # a new heap
+        self.failed, self.epoch, self.unheard = None, 0, 0  # a new heap
         rows = shape.max_slots * cuda_abi.TILE_M
         assert shape.dispatch_bytes % rows == 0
         offsets.counts, offsets.count_row_bytes = 128, COUNT_ROW
@@ -177,6 +191,7 @@ class FakeLibrary:
     def tilemoe_router_launch(self, p: Any, stream: int) -> int:
         self.log.append("router")
         places = p.places
+        assert p.logit_parts == 1
         logits = memory(p.logits, torch.float32, places.tokens, places.experts)
         rule = router_rules.Rule(router_rules.Drop(p.drop), p.capacity)
         routing = router_rules.route_reference(logits, places.topk, rule)
@@ -201,11 +216,14 @@ class FakeLibrary:
         assert plan.front_bands
         assert view.half_bytes >= self.tilemoe_half_bytes(plan.capacity.bands)
         own = memory(p.own_counts, np.int32, experts).copy()
-        said = self._meet((p.status, p.layer, p.tokens, own)) or []
+        mine: Any = (p.status, p.layer, p.tokens, own)
+        if self.unheard:
+            mine = Failed(cuda_abi.Outcome.OUT_OF_STEP, self.unheard)
+        said = self._meet(mine) or []
         for source, (status, *_) in enumerate(said):
             row = view.offsets.counts + (self.epoch % 2 * view.world + source) * COUNT_ROW
             memory(self._block(view) + row + 24, np.int32, 1)[:] = status
-        self.outcome = self._judge(view, said, p.max_tokens)
+        self.outcome = self._judge(p, said)
         counts = memory(p.counts, np.int32, view.world, experts)
         counts[:] = 0 if self.outcome else np.stack([row for *_, row in said])
         numbers = {name: getattr(plan.params, name) for name, _ in plan.params._fields_}
@@ -219,24 +237,36 @@ class FakeLibrary:
             memory(getattr(plan.view, name), array.dtype, *array.shape)[...] = array
         return 0
 
-    def _judge(self, view: Any, said: Any, most: int) -> int:
+    def tilemoe_say_heard(self, view: Any, stream: int) -> int:
+        self.unheard = 0
+        return 0
+
+    def _judge(self, p: Any, said: Any) -> int:
+        """The outcome, which the host is told, unless it has raised it itself."""
         if self.failed:
-            return self._tell(view, *self.failed)
+            return self._tell(p.view, *self.failed)
+        outcome, *what = self._find_fault(p.view, said, p.max_tokens)
+        if outcome and p.status != 1 and (p.status or p.tokens <= p.max_tokens):
+            self.unheard = self.epoch
+            self._tell(p.view, outcome, *what)
+        return outcome
+
+    def _find_fault(self, view: Any, said: Any, most: int) -> tuple[int, ...]:
         bad = [peer for peer, (status, *_) in enumerate(said) if status]
         if bad:
             changed = sum(status == 2 for status, *_ in said)
-            return self._tell(view, cuda_abi.Outcome.RANK_FAILURE, bad[0], changed, view.world)
+            return cuda_abi.Outcome.RANK_FAILURE, bad[0], changed, view.world
         for peer, (_, layer, _, _) in enumerate(said):
             if layer != said[0][1]:
-                return self._tell(view, cuda_abi.Outcome.LAYER_MISMATCH, peer, layer, said[0][1])
+                return cuda_abi.Outcome.LAYER_MISMATCH, peer, layer, said[0][1]
         for peer, (_, _, tokens, _) in enumerate(said):
             if tokens > most:
-                return self._tell(view, cuda_abi.Outcome.CAPACITY, peer, tokens, most)
-        return cuda_abi.Outcome.OK
+                return cuda_abi.Outcome.CAPACITY, peer, tokens, most
+        return (cuda_abi.Outcome.OK,)
 
     def tilemoe_fail_group(self, view: Any, record: Any, stream: int) -> int:
         self.log.append("fail")
-        self._meet(FAILED)
+        self._meet(Failed(record.outcome, record.seen))
         return 0
 
     def _meet(self, value: Any) -> list[Any] | None:
@@ -245,8 +275,8 @@ class FakeLibrary:
             return None
         said = gather(value, self.group)
         for rank, theirs in enumerate(said):
-            if isinstance(theirs, str):
-                self.failed = (cuda_abi.Outcome.HOST_FAILURE, rank, 0, 0)
+            if isinstance(theirs, Failed):
+                self.failed = (theirs.outcome, rank, theirs.seen, 0)
                 return None
         return said
 
@@ -385,7 +415,7 @@ class FakeLibrary:
     def _tell(
         self, view: Any, outcome: int, peer: int, seen: int, wanted: int, wait: int = 0
     ) -> int:
-        host = outcome == cuda_abi.Outcome.HOST_FAILURE
+        host = outcome in (cuda_abi.Outcome.HOST_FAILURE, cuda_abi.Outcome.OUT_OF_STEP)
         record = cuda_abi.ErrorRecord(outcome, wait, peer if host else view.rank, peer)
         record.seen, record.wanted, record.epoch = seen, wanted, self.epoch
         size = ctypes.sizeof(record)
@@ -484,6 +514,8 @@ def install(
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    raw = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, raw, lambda index: stream.cuda_stream, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: library.log.append("waits"))

@@ -108,6 +108,21 @@ def test_nothing_before_begin(op):
             call()
 
 
+def test_a_glance_wants_what_modules_have(op):
+    linear = torch.nn.Linear(2, 2)
+    table = vars(linear)
+    good = {"modules": [linear], "tables": [table], "parents": [], "linears": [table]}
+    assert op.Glance(**good).holds()
+    with pytest.raises(ValueError, match="got 0 tables, wanted 1"):
+        op.Glance(**good | {"tables": []})
+    with pytest.raises(ValueError, match="no parameters"):
+        op.Glance(**good | {"linears": [{}]})
+    with pytest.raises(ValueError, match="no submodules"):
+        op.Glance(**good | {"parents": [{"_modules": None}]})
+    with pytest.raises(TypeError, match="incompatible"):
+        op.Glance(**good | {"tables": [linear]})
+
+
 def test_a_heap_made_for_less_is_refused(op):
     with pytest.raises(CapacityError, match="has 3 experts, the heap was made for 2"):
         begin(op, make(op), local_experts=3)

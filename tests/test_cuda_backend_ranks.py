@@ -18,13 +18,19 @@ from moe_models import dense_experts, fill, make_moe, own_routing, raised, same_
 from torch import Tensor, nn
 
 from ds_tilemoe import reference
-from ds_tilemoe.backends import cuda_abi, cuda_blocks, cuda_split
+from ds_tilemoe.backends import cuda_abi, cuda_blocks, cuda_split, nccl_dispatch
 from ds_tilemoe.backends.base import LayerChange, LayerShape
 from ds_tilemoe.backends.cuda import CudaBackend
 from ds_tilemoe.backends.cuda_limits import fused_obstacle
 from ds_tilemoe.calibration import typical
 from ds_tilemoe.config import TileOverlapConfig
-from ds_tilemoe.errors import CapacityError, ConfigError, DeadlineError, RankFailure
+from ds_tilemoe.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    RankFailure,
+    TileMoEError,
+)
 from ds_tilemoe.layers.experts import AutocastExpert, LocalExpert
 from ds_tilemoe.layers.recognise import find_recipe
 from ds_tilemoe.testing import RankContext, case, rank_tests
@@ -267,52 +273,64 @@ def heard_by_the_next_forward(ctx: RankContext) -> None:
 
 @case
 def heard_with_calls_behind(ctx: RankContext) -> None:
-    """By check(), as the host had run ahead: what waits behind the failed call must end."""
-    for hung in (False, True):
+    """The host of a peer had run ahead and looks at nothing: its device ends the group."""
+    for by_check in (False, True):
         with fake() as (library, _):
             layer = Layer().open()
             want = layer.check(rows(20))
             if ctx.rank == 0:
-                library.log.clear()
                 assert isinstance(layer.fails(rows(20), KeyError("x")), KeyError)
-                assert layer(rows(20)) is not None
-                if not hung:
-                    layer.backend.check()
                 assert layer(rows(20)).isnan().all()
+                error = raised(*((layer.backend.check,) if by_check else (layer, rows(20))))
+                assert isinstance(error, DeadlineError)
+                assert "rank 1 of the group heard too late that call 2 had failed" in str(error)
             else:
                 failures = layer.backend._heap.failures
                 layer(rows(20))
-                hear, failures.hear = failures.hear, lambda: None  # not told yet
-                layer(rows(20))
+                hear, failures.hear = failures.hear, lambda: None  # it does not look
+                assert layer(rows(20)).isnan().all()
                 failures.hear = hear
-                if hung:
-                    layer.backend._caller.stream.query = lambda: "fail" in library.log
-                error = raised(layer.backend.check)
+                error = raised(*((layer.backend.check,) if by_check else (layer, rows(20))))
                 assert isinstance(error, RankFailure)
                 assert "call 2" in str(error)
                 assert "group has failed" in str(error)
-                assert library.log.count("fail") == 1
+            assert library.log.count("fail") == (ctx.rank == 1 and not by_check)
             assert isinstance(raised(layer, rows(20)), DeadlineError)
             layer.open()
             assert torch.equal(layer(rows(20)), want)
 
 
 @case
-def a_worse_failure_behind_an_unread_one(ctx: RankContext) -> None:
+def every_rank_fails_in_the_same_call(ctx: RankContext) -> None:
+    """Each has raised its own exception, and has nothing to hear: the heap stays usable."""
+    with fake() as (library, _):
+        layer = Layer().open()
+        want = layer.check(rows(20))
+        for problem in (KeyError("x"), TileMoEError("y")):
+            assert layer.fails(rows(20), problem) is problem
+            layer.backend.check()
+            assert torch.equal(layer(rows(20)), want)
+        error = raised(layer, rows(65))
+        assert isinstance(error, CapacityError)
+        assert f"rank {ctx.rank} of the group" in str(error)
+        layer.backend.check()
+        assert torch.equal(layer(rows(20)), want)
+        assert "fail" not in library.log
+
+
+@case
+def a_worse_failure_beside_an_unread_one(ctx: RankContext) -> None:
     """The host's word is taken; the block has it."""
     with fake() as (library, _):
         layer = Layer().open()
         want = layer.check(rows(20))
-        failures, heap = layer.backend._heap.failures, layer.backend._heap
+        heap = layer.backend._heap
         if ctx.rank == 0:
             assert isinstance(layer.fails(rows(20), KeyError("x")), KeyError)
         else:
             layer(rows(20))
-        hear, failures.hear = failures.hear, lambda: None
-        library.fail_combine = True
-        layer(rows(20))
-        library.fail_combine = False
-        failures.hear = hear
+        library.failed = (cuda_abi.Outcome.DEADLINE, 0, 3, 7, cuda_abi.Wait.ARRIVALS)
+        library._tell(heap.view, *library.failed)
         assert "waited too long for rows" in layer.backend.failure()
         assert isinstance(raised(layer.backend.check), DeadlineError)
         layer.open()
@@ -424,6 +442,25 @@ def a_host_that_fails_between_launches(ctx: RankContext, launch: str) -> None:
 
 
 @case
+def an_interrupt_behind_the_count_exchange(ctx: RankContext) -> None:
+    """Where the host waits for the counts."""
+    with fake(None) as (library, _), pytest.MonkeyPatch.context() as patch:
+        layer = Layer(ep_size=1, by="nccl").open()
+        layer.check(rows(20))
+
+        def interrupt(*counts: Any) -> None:
+            raise KeyboardInterrupt
+
+        with patch.context() as inner:
+            inner.setattr(nccl_dispatch, "await_counts", interrupt)
+            assert isinstance(raised_by(layer, rows(20)), KeyboardInterrupt)
+        assert library.log[-1] == "fail"
+        error = raised(layer, rows(20))
+        assert isinstance(error, DeadlineError)
+        assert "failed in layer moe: KeyboardInterrupt" in str(error)
+
+
+@case
 def a_call_that_cannot_be_prepared(ctx: RankContext) -> None:
     """Nothing has been sent yet, so the heap stays usable."""
     with fake() as (library, _):
@@ -452,6 +489,29 @@ def a_gate_that_names_an_expert_twice(ctx: RankContext) -> None:
         error = raised(layer.backend.forward, layer.shape, layer.experts, rows(64), routing)
         assert isinstance(error, DeadlineError)
         assert "rank 0 of the group was to get 1024 rows" in same_everywhere(str(error))
+
+
+@case
+def what_the_kernels_cannot_run(ctx: RankContext) -> None:
+    """It is refused before any memory is made, and the heap that there is stays."""
+    with fake() as (_, link):
+        layer = Layer()
+        for change, words in (
+            ({"hidden": 130, "out": 130}, "hidden width is 130; on CUDA it has to be a multiple"),
+            ({"ffn": 33}, "ffn width is 33; on CUDA it has to be a multiple of 8"),
+            ({"dtype": torch.float32}, "give float32; on CUDA only bfloat16 and float16"),
+            ({"num_experts": 2048}, "2048 experts on 2 ranks; on CUDA at most 1024"),
+        ):
+            bad = dataclasses.replace(layer.shape, name="odd", **change)
+            error = raised(layer.backend.ensure, [layer.shape, bad], 64)
+            assert isinstance(error, ValueError)
+            text = same_everywhere(str(error))
+            assert text.startswith("layer odd: ")
+            assert words in text
+        assert link.sizes == []
+        want = layer.open().check(rows(20))
+        assert isinstance(raised(layer.backend.ensure, [bad], 64), ValueError)
+        assert torch.equal(layer(rows(20)), want)
 
 
 @case
@@ -625,7 +685,7 @@ def the_controller_chooses(ctx: RankContext) -> None:
         patch.setattr(cuda_split, "measured_machine", lambda *_: slow)
         layer = Layer(**on).open()
         library.iteration = (1, 100_000, 3, 4, 5, 0, 7, 8)
-        library.scale_end = cuda_split.SHORT_NS  # from each such call something is learnt
+        library.scale_end = 2 * cuda_split.SHORT_NS  # from each such call something is learnt
         backend = layer.backend
         layer(rows(64))
         first = library.exchange.consumer_ctas
@@ -657,7 +717,7 @@ def short_calls_teach_seldom(ctx: RankContext) -> None:
     with fake() as (library, _):
         layer = Layer(adaptive={"enabled": True}).open()
         splits, seen = layer.backend._splits, 0
-        for scale_end, count, learnt in ((1000, 16, 2), (cuda_split.SHORT_NS, 3, 3)):
+        for scale_end, count, learnt in ((1000, 16, 2), (2 * cuda_split.SHORT_NS, 3, 3)):
             library.scale_end = scale_end
             for _ in range(count):
                 layer(rows(20))
@@ -670,16 +730,22 @@ def short_calls_teach_seldom(ctx: RankContext) -> None:
 
 @case
 def calls_of_a_few_tokens(ctx: RankContext) -> None:
-    """Narrow tiles, so that more SMs read weights, and no consumer, in a graph either."""
+    """Narrow tiles where so weights are read more evenly by 132 SMs, which then have four experts'
+    bands; no consumer where no SM has two tiles, in a graph either."""
     wide = 8192
-    for kind, front in (("mlp", 128), ("swiglu", 256)):
+    # Calls count as the next power of two. (tokens, columns of a tile of GEMM 2, of 1, mover)
+    one = (1, 128, 128, "NONE")  # 64 tiles of 128 or 32 of 256 are a wave: the shorter one
+    four = (4, 256, 128, "NONE")  # 256 of 128 are two waves, 128 of 256 one that is as long
+    many = (600, 256, 256, "SM")  # 8 bands of 4 experts: no longer a matter of weights
+    for kind in ("mlp", "swiglu"):
         with fake() as (library, _), pytest.MonkeyPatch.context() as patch:
             layer = Layer(kind, k=1, hidden=wide, num_consumer_ctas="auto").open(1024)
-            for count, down, mover in ((1, 128, "NONE"), (600, 256, "SM"), (1, 128, "NONE")):
+            for count, down, front, mover in (one, four, many, one):
                 layer.check(rows(count, hidden=wide))
                 assert library.combine.kind.tile_n == down
                 assert library.combine.producer.ship.n_tiles == wide // down
-                assert library.front_tile_n == front
+                # Of FFN columns, one tile a band either way; a gated GEMM has one width.
+                assert library.front_tile_n == (256 if kind == "swiglu" else front)
                 assert library.log[-1] == mover
             with capture(patch):
                 layer(rows(1, hidden=wide))
@@ -688,6 +754,12 @@ def calls_of_a_few_tokens(ctx: RankContext) -> None:
                 layer(rows(600, hidden=wide))
                 assert library.log[-1] == "SM"
                 assert library.exchange.wanted_ctas
+    with fake() as (library, _):
+        uneven = 70 * 128
+        Layer(k=1, hidden=uneven, num_consumer_ctas="auto").open().check(rows(4, hidden=uneven))
+        # 4 bands: 280 tiles of 128 in three waves, or 140 of 256 in two that are twice as long.
+        assert library.combine.kind.tile_n == 128
+        assert library.log[-1] == "SM"
     with fake() as (library, _):
         Layer(hidden=wide, tile_n=256).open().check(rows(1, hidden=wide))
         assert library.combine.kind.tile_n == library.front_tile_n == 256, "as told"

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import re
 import subprocess
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,20 @@ from torch import Tensor
 
 from ds_tilemoe import reference
 from ds_tilemoe.backends import cuda_router
-from ds_tilemoe.backends.cuda_router import PROTOTYPES, FusedRouter, PlacesParams, RouterParams
+from ds_tilemoe.backends.cuda_router import (
+    PROTOTYPES,
+    FusedRouter,
+    PlacesParams,
+    RouterParams,
+)
+from ds_tilemoe.backends.cuda_routes import FusedRouting
 from ds_tilemoe.errors import BuildError, TileMoEError
 from ds_tilemoe.op_builder import base, toolkit
 from ds_tilemoe.op_builder.jit import find_compiler
 from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, Drop, Rule, route_reference
 from ds_tilemoe.routing import GATE_TIMER, Places, Routing, route
 
-HEADER = "router/router.h"
+HEADER, SPLIT = "router/router.h", "router/split.h"
 CPU = torch.device("cpu")
 
 
@@ -62,7 +69,9 @@ def test_structs_enums_and_limits_are_those_of_the_header(
 
 
 def test_every_field_and_function_of_the_header_is_mirrored() -> None:
-    text = re.sub(r"//[^\n]*", "", (base.csrc_root() / HEADER).read_text())
+    text = "".join((base.csrc_root() / header).read_text() for header in (HEADER, SPLIT))
+    text = re.sub(r"//[^\n]*", "", text)
+    assert f"kLogitParts = {cuda_router._LOGIT_PARTS};" in text
     for kind in (PlacesParams, RouterParams):
         body = re.search(rf"\bstruct {kind.__name__} {{(.*?)\n}};", text, re.DOTALL)
         assert body is not None
@@ -88,6 +97,8 @@ class PlayedLibrary:
         self.status = 0
         self.seen: list[RouterParams] = []
         self.tilemoe_router_load = lambda: self.status
+        self.tilemoe_split_load = lambda: self.status
+        self.tilemoe_split_launch = lambda *arguments: self._split(*arguments)
         self.tilemoe_places_scratch_bytes = lambda tokens, topk, experts: 4 * experts
         self.tilemoe_router_scratch_bytes = lambda tokens, topk, experts: 8 * tokens * topk + 4
         self.tilemoe_places_launch = lambda params, stream: self._places(params)
@@ -107,6 +118,13 @@ class PlayedLibrary:
         memory(p.counts, torch.int32, p.experts).copy_(counts)
         return self.status
 
+    def _split(self, weights: int, parts: int, count: int, stream: int) -> int:
+        rest, out = memory(weights, torch.float32, count), memory(parts, torch.bfloat16, 3, count)
+        for part in out:
+            part.copy_(rest)
+            rest = rest - part.float()
+        return self.status
+
     def _route(self, p: RouterParams) -> int:
         self.seen.append(p)
         places = p.places
@@ -114,7 +132,8 @@ class PlayedLibrary:
         assert places.expert_ids == p.expert_ids
         assert p.scratch % 16 == 0
         own = memory(p.scratch, torch.uint8, 8 * tokens * topk + 4).fill_(0xAA)
-        logits = memory(p.logits, torch.float32, tokens, experts)
+        parts = memory(p.logits, torch.float32, tokens, p.logit_parts, experts)
+        logits = parts.flip(1).sum(dim=1)  # the smallest first
         routing = route_reference(logits, topk, Rule(Drop(p.drop), p.capacity))
         memory(p.expert_ids, torch.int32, tokens, topk).copy_(routing.expert_ids)
         memory(p.weights, torch.float32, tokens, topk).copy_(routing.weights)
@@ -187,6 +206,47 @@ def test_route_is_the_gates(library: PlayedLibrary, k: int, training: bool, coun
         assert places.sources.shape == (count * k,)
         for tensor in (places.positions, places.sources, places.counts):
             assert tensor.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("count", "k"), [(0, 2), (1, 3), (21, 2), (64, 8)])
+def test_parts_of_a_block_are_apart(library: PlayedLibrary, count: int, k: int) -> None:
+    """Kernels are told the addresses of what the tensors show, and no call those of another."""
+    router, gate = FusedRouter(library, CPU), gate_of(k, drop_tokens=False)
+    routings = [router.route(gate, tokens(count)) for _ in range(2)]
+    spans = []
+    for routing in routings:
+        assert isinstance(routing, FusedRouting)
+        for name, address in routing.at._asdict().items():
+            tensor = getattr(routing, name)
+            assert tensor.is_contiguous()
+            assert address % 16 == 0
+            if tensor.numel():
+                assert tensor.data_ptr() == address
+            spans.append((address, address + 4 * tensor.numel()))
+        assert routing.places is routing
+        assert routing.weights.dtype == torch.float32
+    spans.sort()
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def test_weights_in_three_parts_give_the_same_routes(
+    library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts or one would give others: 16 bits of a weight are too few for fp32's logits."""
+
+    def mm(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert left.dtype == right.dtype == torch.bfloat16  # what tensor cores multiply exactly
+        return left.to(out_dtype) @ right.to(out_dtype)
+
+    monkeypatch.setattr(cuda_router.torch, "mm", mm)
+    gate, x = gate_of(2, drop_tokens=False), tokens(500).bfloat16()
+    routing = FusedRouter(library, CPU, bf16x3=True).route(gate, x)
+    seen = library.seen[-1]
+    assert seen.logit_parts == 3
+    assert_same(routing, FusedRouter(library, CPU).route(gate, x))
+    assert library.seen[-1].logit_parts == 1
+    empty = FusedRouter(library, CPU, bf16x3=True).route(gate, x[:0])
+    assert empty.expert_ids.shape == (0, 2)
 
 
 def test_scratch_is_made_once_a_size(library: PlayedLibrary) -> None:

@@ -69,15 +69,20 @@ def rows_lie_where_the_plan_says(ctx: RankContext, topk: int, layout: str) -> No
     )
     assert (exchanged.on_host == counts).all()
     assert exchanged.first_rows == plan.expert_row.tolist()
+    sources = (order // topk).int()
+    rooms = torch.empty(ids.numel(), hidden), torch.empty(rows.shape)
     dispatch(
         x,
-        (order // topk).int(),
+        sources,
         exchanged,
         torch.from_numpy(plan.run_row),
         ctx.rank,
         torch.distributed.group.WORLD,
         rows,
+        rooms,
     )
+    kept = int((ids >= 0).sum())
+    assert torch.equal(rooms[0][:kept], x[sources[:kept]]), "no memory is taken in front of NCCL"
     want = torch.full_like(rows, float("nan"))
     for source, theirs in enumerate(everyone):
         found = reference.places_in_runs(theirs)

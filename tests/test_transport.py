@@ -1,21 +1,28 @@
-"""The transport where it cannot start: every rank is told, and none waits for another.
+"""The transport where it cannot start or has no room: every rank is told, none waits for another.
 
-What it does on GPUs is tested in tests/gpu/test_transport_ranks.py.
+What it does on GPUs is tested in tests/gpu/test_transport_ranks.py, how it foresees what NVSHMEM
+does in test_transport_room.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from moe_models import raised, same_everywhere
+from nvshmem_heap import GIB, MIB, NvshmemHeap
 
 from ds_tilemoe import transport
-from ds_tilemoe.errors import BuildError
+from ds_tilemoe.errors import BuildError, CapacityError, TileMoEError
 from ds_tilemoe.testing import RankContext, case, rank_tests
+from ds_tilemoe.transport_room import read_settings
 
 
 @case
@@ -30,6 +37,86 @@ def one_rank_cannot_start_and_all_raise(ctx: RankContext) -> None:
     for _ in range(2):
         with pytest.raises(BuildError, match=r"^rank 1: nvshmem4py or CUDA does not start"):
             transport.start(ctypes.CDLL(None))
+
+
+@contextmanager
+def started(heap: NvshmemHeap, free: int = 1 << 50) -> Iterator[transport.Transport]:
+    """A transport on a heap that is played; ``free``: bytes of device memory."""
+    bindings = SimpleNamespace(malloc=heap.malloc, free=heap.free)
+    library = SimpleNamespace(tilemoe_transport_peer_pointer=heap.peer_pointer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nvshmem", SimpleNamespace(bindings=bindings))
+        patch.setitem(sys.modules, "nvshmem.bindings", bindings)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 50))
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        block = lambda address, *_: SimpleNamespace(data_ptr=lambda: address)  # noqa: E731
+        patch.setattr(transport, "_as_tensor", block)
+        device = torch.device("cuda", 0)
+        settings = read_settings(heap.environment)
+        yield transport.Transport(library, device, torch.distributed.get_rank(), 2, settings)
+
+
+@case
+def more_than_nvshmem_may_take(ctx: RankContext) -> None:
+    """By the limit of one rank; NVSHMEM is not asked, as it would not survive."""
+    limit = (8, 3)[ctx.rank] * GIB
+    with started(NvshmemHeap(limit=limit)) as link:
+        first = link.allocate(1 * GIB)  # beside the piece of NVSHMEM's own blocks
+        error = raised(link.allocate, 1 * GIB + 1)
+        assert isinstance(error, CapacityError)
+        said = f"needed {GIB + 1} bytes, available {GIB}, as NVSHMEM's heap stays below"
+        assert said in same_everywhere(str(error).partition(", here")[0])
+        assert f"NVSHMEM_MAX_MEMORY_PER_GPU, here {limit}" in str(error)
+        # 1.5 GiB there are; a piece more than 1 GiB; and one that stays free.
+        assert f"set that to {3.5 * GIB:.0f} on all ranks" in str(error)
+        assert "max_tokens_per_rank" in str(error)
+        link.free(first)
+        link.allocate(1 * GIB)
+        link.allocate(1 * GIB)
+
+
+@case
+def less_device_memory_than_needed(ctx: RankContext) -> None:
+    """It counts only where NVSHMEM takes memory; what it has taken it keeps."""
+    with started(NvshmemHeap(), free=(1 << 50, GIB)[ctx.rank]) as link:
+        text = same_everywhere(str(raised(link.allocate, GIB)))
+        assert f"needed {GIB} bytes and up to {512 * MIB} of rounding, available {GIB} on" in text
+        assert "rank 1; set a smaller max_tokens_per_rank" in text
+        block = link.allocate(512 * MIB)
+        link.free(block)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 50))
+            link.allocate(512 * MIB)
+            assert isinstance(raised(link.allocate, 512 * MIB), CapacityError)
+
+
+@case
+def a_heap_of_one_size(ctx: RankContext) -> None:
+    """Without CUDA VMM it refuses by itself, and no device memory is wanted."""
+    with started(NvshmemHeap(fixed=16 * MIB), free=0) as link:
+        block = link.allocate(16 * MIB)
+        error = raised(link.allocate, 1 * GIB)
+        assert isinstance(error, CapacityError)
+        text = same_everywhere(str(error))
+        said = rf"no room for {GIB} bytes; raise NVSHMEM_SYMMETRIC_SIZE, here {16 * MIB}, .*_VMM"
+        assert re.search(said, text), text
+        assert "MAX_MEMORY" not in text
+        assert "max_tokens_per_rank" in text
+        link.free(block)
+        link.allocate(16 * MIB)
+
+
+@case
+def sizes_that_differ(ctx: RankContext) -> None:
+    for fixed in (None, 16 * MIB):
+        heap = NvshmemHeap(fixed=fixed)
+        with started(heap) as link:
+            before = dict(heap.used)
+            for size in (64 + ctx.rank, 0, -1):
+                error = raised(link.allocate, size)
+                assert type(error) is TileMoEError
+                assert "wanted one size above 0" in same_everywhere(str(error))
+            assert heap.used == before
 
 
 def library(status: int, pe: int, pes: int) -> Any:

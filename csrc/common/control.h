@@ -28,6 +28,8 @@ enum class Outcome : int32_t {
   deadline = 4,        // `rank` waited in vain; the group's heap is failed
   plan_overflow = 5,   // rank's plan arrays are too short for C; the group's heap is failed
   host_failure = 6,    // `rank`'s host failed between two launches of a call; the heap is failed
+  out_of_step = 7,     // `rank` went on behind call `seen` before it had heard that this failed
+                       // (State::unheard); the heap is failed
 };
 
 // What a passed deadline waited for; dispatch: rows of a slot in front of GEMM 1, `band` its
@@ -139,6 +141,15 @@ struct State {
   uint64_t router_start_ns;  // written by the router before the call's exchange; 0 = none ran
   uint64_t exchange_start_ns;
   uint64_t exchange_end_ns;
+  // Epoch of a call that the count exchange has ended (the heap stays usable) and of which the host
+  // has been told but has not said that it has heard; 0 = none. A call that finds it was queued
+  // before the host knew. The rank at fault may not come to that call, and the host may be in a
+  // copy behind it, where it looks at nothing: so the device fails the group, and nobody waits.
+  // Writer: thread 0 of the exchange; the host, in stream order, once nothing of this rank is
+  // queued (tilemoe_say_heard). Reader: thread 0 of the next exchange. Scope and order: the
+  // stream's. Not a page-locked word: what the host writes there says nothing about what it had
+  // queued by then, replays of a graph above all.
+  uint64_t unheard;
 };
 static_assert(sizeof(State) <= kLineBytes);
 

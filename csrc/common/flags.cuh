@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-// The check plants one fault at a time (tests/gpu/Makefile, FAULT=); a build of the package never
-// defines this.
+// The checks plant one fault at a time (tests/gpu/Makefile, FAULT=), each in one place; a build of
+// the package never defines this.
 #ifndef TILEMOE_FAULT
 #define TILEMOE_FAULT 0
 #endif
@@ -18,11 +18,27 @@ namespace tilemoe {
 
 enum class Fault : int {
   none = 0,
+  // Of the operator.
   store_read_wait = 1,  // flags are raised once shared memory is free, not once rows are written
-  no_release = 2,       // no fence before a flag or an arrival
-  no_acquire = 3,       // flags are polled with relaxed loads
+  no_release = 2,       // no fence anywhere: before flags, arrivals, slots' rows, count rows
+  no_acquire = 3,       // flags, arrivals and count rows are polled with relaxed loads
   no_wait = 4,          // a chunk is shipped without a look at its flags
   one_half = 5,         // C has one half
+  // Of dispatch.
+  no_row_release = 6,        // no fence before a slot's rows are counted
+  no_row_acquire = 7,        // the loader polls a slot's rows with relaxed loads
+  no_row_proxy_fence = 8,    // the loader has no fence between that and its TMA
+  no_row_wait = 9,           // a band is loaded without a look at its slot's rows
+  row_store_read_wait = 10,  // rows are counted once shared memory is free
+  // Of the exchange: what stays in the half of an epoch.
+  counters_not_zeroed = 11,  // claims, counts and band flags
+  rows_not_zeroed = 12,      // slots' rows
+  arrivals_not_zeroed = 13,
+  // Of the exchange and scale.
+  early_arrival = 14,       // scale takes a source's first arrival for its last
+  no_arrival_release = 15,  // no fence before an arrival
+  no_count_release = 16,    // no fence before a count row's ready word (and a record's epoch)
+  no_count_wait = 17,       // count rows are taken as they are
 };
 constexpr Fault kFault = static_cast<Fault>(TILEMOE_FAULT);
 
@@ -98,7 +114,7 @@ __device__ __forceinline__ uint32_t claim_next(uint32_t* counter) {
 // Order:  the CTA's plain stores -> CTA barrier -> fence.acq_rel.sys (cumulative over the barrier)
 //         -> red.relaxed.sys. Reader: ld.acquire.sys -> CTA barrier -> plain loads.
 __device__ __forceinline__ void add_arrivals(uint64_t* word, uint64_t rows) {
-  fence_system();
+  if constexpr (kFault != Fault::no_arrival_release) fence_system();
   asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(rows) : "memory");
 }
 
@@ -122,12 +138,12 @@ __device__ __forceinline__ uint64_t read_system(const uint64_t* word) {
 //         Reader: ld.acquire.sys -> fence.proxy.async -> TMA, which reads in another proxy than
 //         the one that wrote.
 __device__ __forceinline__ void add_slot_rows(uint32_t* word, uint32_t rows) {
-  fence_system();
+  if constexpr (kFault != Fault::no_row_release) fence_system();
   asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(rows) : "memory");
 }
 __device__ __forceinline__ uint32_t read_slot_rows(const uint32_t* word) {
   uint32_t value;
-  if constexpr (kFault == Fault::no_acquire) {
+  if constexpr (kFault == Fault::no_row_acquire) {
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   } else {
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -135,7 +151,9 @@ __device__ __forceinline__ uint32_t read_slot_rows(const uint32_t* word) {
   return value;
 }
 __device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  if constexpr (kFault != Fault::no_row_proxy_fence) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
 }
 
 // ---- Ready word of a count row: the 64-bit epoch, waited for by equality.
@@ -144,7 +162,7 @@ __device__ __forceinline__ void fence_async_proxy() {
 // Scope:  sys. Order: the row's plain stores and the zeroing of this epoch's half -> CTA barrier ->
 //         fence.acq_rel.sys -> st.relaxed.sys.
 __device__ __forceinline__ void publish_ready(uint64_t* word, uint64_t epoch) {
-  fence_system();
+  if constexpr (kFault != Fault::no_count_release) fence_system();
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(epoch) : "memory");
 }
 

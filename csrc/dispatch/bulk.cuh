@@ -49,7 +49,7 @@ __device__ __forceinline__ void commit_stores() {
 // Until all but the newest `kNewest` groups of this thread are performed; see wait_bulk_stores.
 template <int kNewest>
 __device__ __forceinline__ void wait_stores() {
-  if constexpr (kFault == Fault::store_read_wait) {
+  if constexpr (kFault == Fault::row_store_read_wait) {
     wait_bulk_stores_read<kNewest>();
   } else {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewest) : "memory");

@@ -166,7 +166,7 @@ __device__ __forceinline__ void await_rows(const RankView& view, const uint32_t*
                                            int32_t row, int32_t rows) {
   const int32_t slot = row / kProducerTileM;
   const uint32_t* const word = slot_rows + slot;
-  if constexpr (kFault != Fault::no_wait) {
+  if constexpr (kFault != Fault::no_row_wait) {
     if (read_slot_rows(word) != static_cast<uint32_t>(rows)) {
       uint64_t polls = 0;
       if (!wait_equal(view, view.wait_timeout_ns, rows, Wait::dispatch, -1, slot,

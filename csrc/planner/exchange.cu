@@ -1,3 +1,6 @@
+#include <cstddef>
+
+#include "../common/launch.cuh"
 #include "../common/wait.cuh"
 #include "exchange.h"
 #include "plan_device.cuh"
@@ -23,12 +26,18 @@ __device__ __forceinline__ int32_t* counts_of(CountRow& row) {
 __device__ void zero_half(const ExchangeParams& p, uint64_t epoch) {
   auto* const words = reinterpret_cast<uint32_t*>(half_of(p.view, epoch));
   const int32_t flags = static_cast<int32_t>(sizeof(Half) / 4) + p.plan.capacity.bands;
-  for (int32_t i = threadIdx.x; i < flags; i += kThreads) words[i] = 0;
+  if constexpr (kFault != Fault::counters_not_zeroed) {
+    for (int32_t i = threadIdx.x; i < flags; i += kThreads) words[i] = 0;
+  }
   auto* const slots = reinterpret_cast<uint4*>(slot_rows_of(p.view, p.view.rank, epoch));
   const int32_t vectors = static_cast<int32_t>(p.view.offsets.slot_half_bytes / sizeof(uint4));
-  for (int32_t i = threadIdx.x; i < vectors; i += kThreads) slots[i] = {0, 0, 0, 0};
-  for (int32_t s = threadIdx.x; s < p.view.world; s += kThreads) {
-    *arrival_word(p.view, p.view.rank, epoch, s) = 0;
+  if constexpr (kFault != Fault::rows_not_zeroed) {
+    for (int32_t i = threadIdx.x; i < vectors; i += kThreads) slots[i] = {0, 0, 0, 0};
+  }
+  if constexpr (kFault != Fault::arrivals_not_zeroed) {
+    for (int32_t s = threadIdx.x; s < p.view.world; s += kThreads) {
+      *arrival_word(p.view, p.view.rank, epoch, s) = 0;
+    }
   }
 }
 
@@ -74,13 +83,28 @@ __device__ bool await_counts(const ExchangeParams& p, uint64_t epoch, Said& said
   for (int32_t s = threadIdx.x; s < view.world; s += kThreads) {
     const CountRow& row = count_row(view, view.rank, epoch, s);
     uint64_t polls = 0;
-    good = good && wait_equal(view, p.group_timeout_ns, epoch, Wait::counts, s, -1, epoch, &polls,
-                              [&] { return read_system(&row.ready); });
+    if constexpr (kFault != Fault::no_count_wait) {
+      good = good && wait_equal(view, p.group_timeout_ns, epoch, Wait::counts, s, -1, epoch, &polls,
+                                [&] { return read_system(&row.ready); });
+    }
     said.layer[s] = row.layer;
     said.tokens[s] = row.tokens;
     said.status[s] = row.status;
   }
   return __syncthreads_and(good);
+}
+
+// One thread, in front of everything. True if this rank has gone on behind a failure that its host
+// had not heard of, which fails the group. `unheard`: State::unheard.
+__device__ bool is_out_of_step(const RankView& view, uint64_t unheard, uint64_t epoch) {
+  if (unheard == 0) return false;
+  fail_group(view, {Outcome::out_of_step, Wait::none, view.rank, view.rank, -1, unheard, 0, epoch});
+  return true;
+}
+
+// This rank's host knows why without being told: it raises that in this very call.
+__device__ bool is_at_fault(const ExchangeParams& p) {
+  return p.status == 1 || (p.status == 0 && p.tokens > p.max_tokens);
 }
 
 // Every rank judges the same rows in the same order, so every rank finds the same. One thread.
@@ -115,7 +139,7 @@ __device__ ErrorRecord judge(const ExchangeParams& p, uint64_t epoch, const Said
 }
 
 // Leaves C in shared memory, for the planner, and in p.counts.
-__device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t experts,
+__device__ void exchange(const ExchangeParams& p, uint64_t epoch, uint64_t unheard, int32_t experts,
                          int32_t* counts) {
   const RankView& view = p.view;
   State& state = state_of(view);
@@ -123,11 +147,15 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t expert
   __shared__ Outcome outcome;
   const int32_t first = own_count(p, experts, threadIdx.x);  // under way meanwhile
   zero_half(p, epoch);
-  bool good = !__syncthreads_or(threadIdx.x == 0 && group_failed(view));
+  bool good = !__syncthreads_or(threadIdx.x == 0 &&
+                                (is_out_of_step(view, unheard, epoch) || group_failed(view)));
   if (good) {
     send_counts(p, epoch, experts, first);
     good = await_counts(p, epoch, said);
   }
+  // GEMM 1's CTAs may come while the plan is made, not before: what the peers sent may itself have
+  // waited for kernels that need these SMs.
+  if (threadIdx.x == 0) allow_dependents();
   if (threadIdx.x == 0) {
     ErrorRecord error{};
     if (good) {
@@ -139,7 +167,10 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, int32_t expert
     }
     outcome = error.outcome;
     state.outcome = outcome;
-    if (outcome != Outcome::ok) tell_host(view, error);
+    if (outcome != Outcome::ok && !(good && is_at_fault(p))) {
+      if (good) state.unheard = epoch;
+      tell_host(view, error);
+    }
   }
   __syncthreads();
   const bool use = outcome == Outcome::ok;
@@ -156,8 +187,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<plan::Shared*>(shared_bytes);
+  await_prerequisites();  // the router, whose counts go out, and all of the call before
   State& state = state_of(p.view);
   const uint64_t epoch = state.epoch + 1;
+  const uint64_t unheard = state.unheard;
   int32_t consumer_ctas = p.consumer_ctas;
   if (threadIdx.x == 0) {
     state.exchange_start_ns = now_ns();
@@ -166,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       consumer_ctas = *static_cast<const volatile int32_t*>(p.wanted_ctas);
   }
   __syncthreads();  // all have read the epoch
-  exchange(p, epoch, p.view.world * p.plan.params.local_experts, shared.counts);
+  exchange(p, epoch, unheard, p.view.world * p.plan.params.local_experts, shared.counts);
   plan::Planner planner(p.plan, shared);
   planner.make();
   if (threadIdx.x != 0) return;
@@ -224,11 +257,16 @@ cudaError_t tilemoe_exchange_load() {
                               tilemoe::exchange::kDynamicLimit);
 }
 
+cudaError_t tilemoe_say_heard(const tilemoe::RankView* view, cudaStream_t stream) {
+  if (view == nullptr || view->state == nullptr) return cudaErrorInvalidValue;
+  return cudaMemsetAsync(view->state + offsetof(tilemoe::State, unheard), 0, sizeof(uint64_t),
+                         stream);
+}
+
 cudaError_t tilemoe_exchange_launch(const tilemoe::ExchangeParams* params, cudaStream_t stream) {
   using namespace tilemoe;
   if (params == nullptr || !exchange::valid(*params)) return cudaErrorInvalidValue;
   const size_t bytes = plan::shared_bytes(params->plan.params);
   if (bytes > exchange::kDynamicLimit) return cudaErrorInvalidValue;
-  exchange::exchange_kernel<<<1, exchange::kThreads, bytes, stream>>>(*params);
-  return cudaGetLastError();
+  return launch_behind(exchange::exchange_kernel, 1, exchange::kThreads, bytes, *params, stream);
 }

@@ -41,4 +41,9 @@ int64_t tilemoe_state_bytes(int32_t max_bands);
 cudaError_t tilemoe_exchange_load();
 
 cudaError_t tilemoe_exchange_launch(const tilemoe::ExchangeParams* params, cudaStream_t stream);
+
+// The host has heard of the failure that it was last told, and the heap stays usable: calls behind
+// this in the stream are in step with the peers'. No call of this rank may be queued: one that is
+// fails the group instead (State::unheard).
+cudaError_t tilemoe_say_heard(const tilemoe::RankView* view, cudaStream_t stream);
 }

@@ -26,6 +26,7 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "../common/launch.cuh"
 #include "../consumer/ship.cuh"
 #include "epilogue.cuh"
 #include "instances.h"
@@ -129,7 +130,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = *reinterpret_cast<typename T::Shared*>(shared_bytes);
   const int warp = cutlass::canonical_warp_idx_sync();
   const int lane = threadIdx.x % 32;
-  if (leaves_its_sm(params.ship)) return;
   const bool dispatching = params.dispatch.view.state != nullptr;
 
   typename T::Pipeline::Params pipeline_params;
@@ -153,6 +153,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (dispatch::SlotBarriers& slots : shared.slots) dispatch::init(slots);
     cutlass::arch::fence_barrier_init();
     consumer::init(shared.ship, kThreads / 32 - 1);
+  }
+  // In all threads of all CTAs: who waits for the end of this kernel takes all before it for ended.
+  await_prerequisites();
+  if (leaves_its_sm(params.ship)) return;
+  if (threadIdx.x == 0) {
     shared.half_shift = params.epoch == nullptr || *params.epoch % 2 == 0 ? 0 : params.half_bytes;
   }
   if (threadIdx.x == 32 && dispatching) {
@@ -183,7 +188,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<kLoadRegisters>();
     if (warp == 0) {
       if (!has_first) first = claim_first_tile<T>(params, shared);
-      if (lane == 0) load_tiles<T>(params, shared, pipeline, first);
+      if (lane == 0) {
+        load_tiles<T>(params, shared, pipeline, first);
+        if (!drain) allow_dependents();  // the drain does so itself
+      }
     } else if (warp == 1) {
       if (lane == 0) store_tiles<T>(params, shared);
     } else if (dispatching) {
@@ -216,8 +224,7 @@ struct Instance {
                                 kSharedBytes);
   }
   static cudaError_t launch(const ProducerParams& params, int32_t grid, cudaStream_t stream) {
-    producer_kernel<T><<<grid, kThreads, kSharedBytes, stream>>>(params);
-    return cudaGetLastError();
+    return launch_behind(producer_kernel<T>, grid, kThreads, kSharedBytes, params, stream);
   }
 };
 

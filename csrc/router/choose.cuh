@@ -26,10 +26,15 @@ __device__ __forceinline__ void load_logits(const Work& w, int32_t token, int32_
                                             float (&x)[kColumns]) {
   const int lane = threadIdx.x % 32;
   const int32_t experts = w.r.places.experts;
-  const float* const row = w.r.logits + static_cast<int64_t>(token) * experts;
+  const int32_t parts = w.r.logit_parts;
+  const float* const row = w.r.logits + static_cast<int64_t>(token) * parts * experts;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    x[i] = token < last && is_column<kColumns>(i, experts) ? row[i * 32 + lane] : -INFINITY;
+    const bool here = token < last && is_column<kColumns>(i, experts);
+    x[i] = here ? row[(parts - 1) * experts + i * 32 + lane] : -INFINITY;
+    for (int part = parts - 2; part >= 0; --part) {  // the smallest first
+      if (here) x[i] += row[part * experts + i * 32 + lane];
+    }
   }
 }
 

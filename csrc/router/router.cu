@@ -1,9 +1,11 @@
 #include <algorithm>
 
 #include "../common/flags.cuh"
+#include "../common/launch.cuh"
 #include "choose.cuh"
 #include "place.cuh"
 #include "select.cuh"
+#include "split.h"
 
 namespace tilemoe::router {
 namespace {
@@ -133,6 +135,7 @@ bool valid(const RouterParams& r) {
   return valid(r.places) && ruled && r.places.topk <= r.places.experts &&
          (r.drop == Drop::none || r.capacity >= 0) && r.places.expert_ids == r.expert_ids &&
          r.l_aux != nullptr && r.exp_counts != nullptr && r.scratch != nullptr &&
+         (r.logit_parts == 1 || r.logit_parts == kLogitParts) &&
          (r.places.tokens == 0 || (r.logits != nullptr && r.weights != nullptr));
 }
 
@@ -164,17 +167,7 @@ Work work_of(const RouterParams& r) {
 // `behind` another kernel of the call.
 cudaError_t launch(Kernel kernel, int32_t ctas, int32_t threads, size_t shared, bool behind,
                    const Work& w, cudaStream_t stream) {
-  cudaLaunchAttribute programmatic{};
-  programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  programmatic.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(ctas);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &programmatic;
-  config.numAttrs = behind ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, w);
+  return launch_behind(kernel, ctas, threads, shared, w, stream, behind);
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ struct PlacesParams {
 };
 
 struct RouterParams {
-  const float* logits;  // [T, E], DeepSpeed's own fp32 F.linear
+  const float* logits;  // [T, E], DeepSpeed's own fp32 F.linear; or [T, 3, E], to be added
   int32_t* expert_ids;  // [T, K], written
   float* weights;       // [T, K], written; 0 where dropped
   float* l_aux;         // one number, written
@@ -46,7 +46,8 @@ struct RouterParams {
   void* scratch;        // tilemoe_router_scratch_bytes, at a multiple of 16
   uint64_t* start_ns;   // device: time when the router began (State::router_start_ns); or null
   Drop drop;
-  int32_t capacity;  // routes that an expert keeps; not read where drop is none
+  int32_t capacity;     // routes that an expert keeps; not read where drop is none
+  int32_t logit_parts;  // 1, or 3 (split.h)
 };
 
 }  // namespace tilemoe

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "../common/launch.cuh"
 #include "../common/wait.cuh"
 #include "scale.h"
 
@@ -42,8 +43,12 @@ __device__ bool await_rows(const ScaleParams& p, uint64_t epoch) {
     random_delay(view);
     uint64_t polls = 0;
     const uint64_t* const word = arrival_word(view, view.rank, epoch, source);
-    good = wait_equal(view, view.wait_timeout_ns, p.arrival_target[source], Wait::arrivals, source,
-                      -1, epoch, &polls, [&] { return read_system(word); });
+    const uint64_t owed = p.arrival_target[source];
+    good = wait_equal(view, view.wait_timeout_ns, owed, Wait::arrivals, source, -1, epoch, &polls,
+                      [&] {
+                        const uint64_t rows = read_system(word);
+                        return kFault == Fault::early_arrival && rows > 0 ? owed : rows;
+                      });
   }
   await_prerequisites();  // local experts' rows
   // A rank that fails in front of its GEMM 2 says so before it sends what that made of it, and this
@@ -349,15 +354,6 @@ cudaError_t tilemoe_scale_launch(const tilemoe::ScaleParams* params, cudaStream_
   if (ctas > most) ctas = most;
   const int64_t least = params->records != nullptr ? 2 : 1;
   if (ctas < least) ctas = least;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(scale::kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return bf16 ? cudaLaunchKernelEx(&config, scale::scale_kernel<__nv_bfloat16>, *params)
-              : cudaLaunchKernelEx(&config, scale::scale_kernel<__half>, *params);
+  const auto kernel = bf16 ? scale::scale_kernel<__nv_bfloat16> : scale::scale_kernel<__half>;
+  return launch_behind(kernel, ctas, scale::kThreads, 0, *params, stream);
 }

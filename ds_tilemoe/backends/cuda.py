@@ -31,7 +31,7 @@ from ds_tilemoe.backends.cuda_errors import too_many_tokens
 from ds_tilemoe.backends.cuda_growth import NOTHING, Held, find_growth
 from ds_tilemoe.backends.cuda_heap import CudaHeap
 from ds_tilemoe.backends.cuda_layer import Call, CudaLayer
-from ds_tilemoe.backends.cuda_limits import router_fault
+from ds_tilemoe.backends.cuda_limits import layer_obstacle, router_fault
 from ds_tilemoe.backends.cuda_plan import (
     LAYOUTS,
     HeapNeeds,
@@ -42,6 +42,7 @@ from ds_tilemoe.backends.cuda_plan import (
 )
 from ds_tilemoe.backends.cuda_records import Record
 from ds_tilemoe.backends.cuda_router import FusedRouter
+from ds_tilemoe.backends.cuda_routes import FusedRouting
 from ds_tilemoe.backends.cuda_split import Splits
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.cost_model import Choice
@@ -52,6 +53,8 @@ from ds_tilemoe.router_rules import uncovered
 from ds_tilemoe.routing import Routing, route
 from ds_tilemoe.stats import IterationStats
 from ds_tilemoe.symmetric_heap import gather
+
+_NOTHING = contextlib.nullcontext()
 
 
 class CudaBackend:
@@ -75,11 +78,13 @@ class CudaBackend:
         self.tile_m = abi.TILE_M
         self.mover: str = config.mover
         self.device = current_device()
-        self._device_name = str(self.device)
+        self._device_name, self._index = str(self.device), self.device.index
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._library = cuda_functions.bind(CUDATileMoEBuilder().load())
         cuda_functions.check(self._library.tilemoe_load(), "loading the kernels")
-        self._router = FusedRouter(self._library, self.device)
+        self._router = FusedRouter(
+            self._library, self.device, bf16x3=config.router_logits == "bf16x3"
+        )
         self._splits = Splits(config, self.sms, self.world)
         self._caller = Caller(group, self.rank, config, self._library, self.device, self._splits)
         self._heap: CudaHeap | None = None
@@ -90,7 +95,14 @@ class CudaBackend:
     # -- heap -------------------------------------------------------------------------------
 
     def ensure(self, shapes: Sequence[LayerShape], max_tokens: int, together: bool = True) -> None:
-        """See ``Backend.ensure``."""
+        """See ``Backend.ensure``.
+
+        Raises:
+            ValueError: a layer that the kernels cannot run, before any rank waits for another.
+        """
+        for shape in shapes:
+            if reason := layer_obstacle(shape, self.world):
+                raise ValueError(f"layer {shape.name}: {reason}")
         usable = not self.failure()
         heap = self._heap
         if heap is not None and heap.failures.unread is not None:
@@ -134,20 +146,21 @@ class CudaBackend:
             used_token: as of ``routing.route``.
 
         Raises:
-            ConfigError: ``router`` is "fused", and it does not cover this call.
+            ConfigError: ``router`` is "fused" or ``router_logits`` is "bf16x3", and it does not
+                cover this call.
             Whatever the gate raises.
         """
         wanted = self.config.router
         why_not = "it is not wanted" if wanted == "deepspeed" else uncovered(gate, used_token)
-        if why_not and wanted == "fused":
-            raise ConfigError(router_fault(why_not))
+        if fault := router_fault(self.config, why_not, x.dtype):
+            raise ConfigError(fault)
         with self._caller.range("router"), self._on_device():
             if why_not:
                 return route(gate, x, used_token)
             # Its scratch is that of the call before, which may have been on another stream.
-            stream = self._caller.enter_stream(torch.cuda.is_current_stream_capturing())
+            stream = self._caller.enter_stream()
             start = None if self._heap is None else self._heap.router_start_address
-            return self._router.route(gate, x, start, stream.cuda_stream)
+            return self._router.route(gate, x, start, stream)
 
     # -- failures ---------------------------------------------------------------------------
 
@@ -227,8 +240,8 @@ class CudaBackend:
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """The backend's device as the current one, which it mostly is."""
-        if torch.cuda.current_device() == self.device.index:
-            return contextlib.nullcontext()
+        if torch.cuda.current_device() == self._index:
+            return _NOTHING
         return torch.cuda.device(self.device)
 
     def _forward(
@@ -239,15 +252,16 @@ class CudaBackend:
         x: Tensor,
         routing: Routing | Exception,
     ) -> Tensor:
-        self._caller.raise_before(heap, f"layer {shape.name}")
+        caller = self._caller
+        if not heap.failures.is_silent:
+            caller.raise_before(heap, f"layer {shape.name}")
         capturing = torch.cuda.is_current_stream_capturing()
-        stream = self._caller.enter_stream(capturing)
-        with self._caller.peers_hear(heap, shape.name, capturing):
-            layer = self._layer(heap, shape, capturing)
-        problem: BaseException | None = local_problem(shape, x, routing, self._device_name)
-        if problem is None and len(x) > heap.needs.max_tokens:
-            where = f"layer {shape.name}"
-            problem = too_many_tokens(where, self.rank, len(x), heap.needs.max_tokens)
+        stream = caller.enter_stream()
+        layer = self._layers.get(shape)
+        if layer is None or capturing:
+            with caller.peers_hear(heap, shape.name, capturing):
+                layer = self._layer(heap, shape, capturing)
+        problem: BaseException | None = self._problem(heap, shape, x, routing)
         if problem is None:
             assert isinstance(routing, Routing)
             try:
@@ -255,12 +269,31 @@ class CudaBackend:
             except BaseException as error:
                 problem = error
         if problem is not None:
-            self._caller.withdraw(heap, layer, len(x), problem, self.mover, stream, capturing)
-        return self._caller.run(heap, layer, call, experts, self.mover, stream, capturing)
+            caller.withdraw(heap, layer, x.shape[0], problem, self.mover, stream, capturing)
+        return caller.run(heap, layer, call, experts, self.mover, stream, capturing)
+
+    def _problem(
+        self, heap: CudaHeap, shape: LayerShape, x: Tensor, routing: Routing | Exception
+    ) -> Exception | None:
+        """Why this rank cannot take part."""
+        is_sound = (
+            isinstance(routing, FusedRouting)  # whose tensors nobody needs to ask for
+            and x.shape == (routing.tokens, shape.hidden)
+            and x.dtype == shape.dtype
+            and x.device == self.device
+            and routing.topk == shape.topk
+        )
+        problem = None if is_sound else local_problem(shape, x, routing, self._device_name)
+        if problem is None and x.shape[0] > heap.needs.max_tokens:
+            where = f"layer {shape.name}"
+            problem = too_many_tokens(where, self.rank, x.shape[0], heap.needs.max_tokens)
+        return problem
 
     def _prepare(
         self, layer: CudaLayer, x: Tensor, experts: Sequence[Expert], routing: Routing
     ) -> Call:
+        if isinstance(routing, FusedRouting):
+            return layer.prepare_fused(x, experts, routing)
         ids, places = routing.expert_ids, routing.places
         if ids.dtype != torch.int32 or not ids.is_contiguous():
             ids = ids.to(torch.int32).contiguous()

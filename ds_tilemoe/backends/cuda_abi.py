@@ -61,6 +61,7 @@ class Outcome(enum.IntEnum):
     DEADLINE = 4
     PLAN_OVERFLOW = 5
     HOST_FAILURE = 6
+    OUT_OF_STEP = 7
 
 
 class Wait(enum.IntEnum):
@@ -225,6 +226,7 @@ class State(Structure):
         ("router_start_ns", c_uint64),
         ("exchange_start_ns", c_uint64),
         ("exchange_end_ns", c_uint64),
+        ("unheard", c_uint64),
     ]
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends import nccl_dispatch
 from ds_tilemoe.backends.base import Expert, LayerChange
 from ds_tilemoe.backends.cuda_blocks import exchange_timeout_ns, keep_for_graphs
-from ds_tilemoe.backends.cuda_errors import describe, overfull
+from ds_tilemoe.backends.cuda_errors import overfull
 from ds_tilemoe.backends.cuda_heap import CudaHeap
 from ds_tilemoe.backends.cuda_layer import Call, CudaLayer
 from ds_tilemoe.backends.cuda_plan import LAYOUTS
@@ -29,7 +28,22 @@ from ds_tilemoe.errors import CapacityError, RankFailure, TileMoEError
 
 # What a rank says of itself in its count row: csrc/planner/exchange.h.
 _FAILED, _CHANGED = 1, 2
-_LOOK_S = 5e-5  # between two looks at a device that is waited for
+_NOTHING = contextlib.nullcontext()
+
+
+class PeersHear:
+    """See :meth:`Caller.peers_hear`. A class, since a generator costs more in each forward."""
+
+    def __init__(self, caller: Caller, heap: CudaHeap, name: str, capturing: bool) -> None:
+        self._caller, self._heap, self._name = caller, heap, name
+        self._capturing = capturing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not self._capturing:  # else nothing has run
+            self._caller.fail(self._heap, self._name, error)
 
 
 class Caller:
@@ -58,6 +72,7 @@ class Caller:
     ) -> None:
         self._group, self._rank, self._config = group, rank, config
         self._library, self._device, self._splits = library, device, splits
+        self._index = device.index
         self._group_timeout_ns = exchange_timeout_ns(group)
         # Both streams' kernels run at once; the consumer's CTAs come first where an SM is free.
         self._side = torch.cuda.Stream(device, priority=-1)
@@ -70,16 +85,19 @@ class Caller:
             (self._events[0].cuda_event, self._events[1].cuda_event),
         )
         self.stream: torch.cuda.Stream | None = None
+        self._handle: int | None = None  # of it
 
-    def enter_stream(self, capturing: bool) -> torch.cuda.Stream:
-        """The current stream, behind the group's call before: its layers run one after another."""
+    def enter_stream(self) -> int:
+        """The current stream's cudaStream_t, behind the group's call before: its layers run one
+        after another."""
+        handle: int = torch._C._cuda_getCurrentRawStream(self._index)
+        if handle == self._handle or torch.cuda.is_current_stream_capturing():
+            return handle  # whoever replays a graph puts it in order
         stream = torch.cuda.current_stream(self._device)
-        if capturing:
-            return stream  # whoever replays the graph puts it in order
-        if self.stream is not None and self.stream != stream:
+        if self.stream is not None:
             stream.wait_stream(self.stream)
-        self.stream = stream
-        return stream
+        self.stream, self._handle = stream, handle
+        return handle
 
     def run(
         self,
@@ -88,30 +106,32 @@ class Caller:
         call: Call,
         experts: Sequence[Expert],
         mover: str,
-        stream: torch.cuda.Stream,
+        stream: int,
         capturing: bool,
     ) -> Tensor:
-        """All launches of a call that this rank has rows for; [T, N], not there yet."""
-        tokens, handle = call.x.shape[0], stream.cuda_stream
-        wanted = None
-        name = layer.shape.name
-        with self.peers_hear(heap, name, capturing), self.range("count exchange"):
+        """All launches of a call that this rank has rows for; [T, N], not there yet.
+
+        Args:
+            stream: a cudaStream_t.
+        """
+        tokens, wanted = call.x.shape[0], None
+        peers_hear = self.peers_hear(heap, layer.shape.name, capturing)
+        with peers_hear, self.range("count exchange"):
             split = self._splits.choose(layer, tokens, mover, capturing)
             if capturing:
                 keep_for_graphs(heap)
                 if split.mover is abi.Mover.SM:
                     wanted = self._splits.wanted_word(layer, tokens)
             layer.launch_exchange(
-                0, tokens, call.places, split, wanted, self._group_timeout_ns, handle
+                0, tokens, call.places, split, wanted, self._group_timeout_ns, stream
             )
-            heap.launched += not capturing
         counts = None if layer.is_fused else self._await_counts(heap, layer)
-        with self.peers_hear(heap, name, capturing):
+        with peers_hear:
             if counts is not None:
                 self._dispatch(heap, layer, call, counts)
             with self.range("front"):
                 if counts is None or layer.has_front_gemm:
-                    layer.launch_front(handle)
+                    layer.launch_front(stream)
                 else:
                     layout = LAYOUTS[self._config.layout]
                     nccl_dispatch.run_fronts(
@@ -119,7 +139,7 @@ class Caller:
                     )
             with self.range("down and combine"):
                 side, events = self._side_handles
-                layer.launch_combine(split, wanted is not None, side, events, handle)
+                layer.launch_combine(split, wanted is not None, side, events, stream)
         return call.y
 
     def withdraw(
@@ -129,10 +149,13 @@ class Caller:
         tokens: int,
         problem: BaseException,
         mover: str,
-        stream: torch.cuda.Stream,
+        stream: int,
         capturing: bool,
     ) -> NoReturn:
         """Tells the peers that this rank has no rows in this call, and raises why.
+
+        Args:
+            stream: a cudaStream_t.
 
         Raises:
             RankFailure: ``problem`` is a LayerChange, and not every rank has one.
@@ -149,12 +172,9 @@ class Caller:
             self.raise_before(heap, f"layer {layer.shape.name}")
         with self.peers_hear(heap, layer.shape.name, capturing):
             split = self._splits.choose(layer, tokens, mover, capturing)
-            layer.launch_exchange(
-                status, tokens, None, split, None, self._group_timeout_ns, stream.cuda_stream
-            )
-            heap.launched += 1
+            layer.launch_exchange(status, tokens, None, split, None, self._group_timeout_ns, stream)
         if status == _CHANGED:
-            self._await_change(heap, layer, problem, stream)
+            self._await_change(heap, layer, problem)
         raise problem
 
     def raise_before(self, heap: CudaHeap, where: str) -> None:
@@ -163,63 +183,47 @@ class Caller:
         When a rank hears of a failure depends on how far its host has run ahead, so ranks would
         raise in front of different calls, and be out of step from then on.
         """
-        heap.failures.hear()
-        if heap.failures.unread is not None:
-            self._condemn(heap)
-        heap.failures.raise_heard(where)
+        failures = heap.failures
+        failures.hear()
+        if failures.unread is not None and not failures.cause:
+            failures.condemn()
+            self._fail_group(heap, abi.Outcome.OUT_OF_STEP, failures.unread)
+        failures.raise_heard(where)
 
     def settle(self, heap: CudaHeap) -> None:
         """Wait for the device, and hear all that there is to hear.
 
-        A call behind a failed one may wait for a rank that does not come: its heap is condemned.
+        No call that is queued behind a failed one waits for a rank that does not come: the device
+        fails the group in front of it (State::unheard in csrc/common/control.h).
         """
-        failures = heap.failures
-        while self.stream is not None and not self.stream.query():
-            failures.hear()
-            if failures.unread is not None and heap.launched > failures.unread:
-                self._condemn(heap)
-                break
-            time.sleep(_LOOK_S)
         torch.cuda.synchronize(self._device)
-        failures.hear()
-        if not failures.cause:
-            self._condemn_if_behind(heap)
-        if not failures.cause and (record := heap.group_failure()) is not None:
-            failures.cause = describe(record)
-
-    def _condemn_if_behind(self, heap: CudaHeap) -> None:
-        unread = heap.failures.unread
-        if unread is not None and heap.epoch() > unread and heap.group_failure() is None:
-            self._condemn(heap)
-
-    def _condemn(self, heap: CudaHeap) -> None:
-        """The group fails by the failure that is unread here; waits of all ranks end."""
+        heap.failures.hear()
         if not heap.failures.cause:
-            heap.failures.condemn()
-            self._fail_group(heap)
+            heap.failures.tell(heap.group_failure())
 
-    def _fail_group(self, heap: CudaHeap) -> None:
+    def _fail_group(self, heap: CudaHeap, outcome: abi.Outcome, seen: int = 0) -> None:
+        """Waits of all ranks end."""
         record = abi.ErrorRecord(
-            outcome=abi.Outcome.HOST_FAILURE, rank=self._rank, peer=self._rank, band=-1
+            outcome=outcome, rank=self._rank, peer=self._rank, band=-1, seen=seen
         )
         self._library.tilemoe_fail_group(heap.view, record, self._urgent.cuda_stream)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """A part of a call for profilers, where ``stats`` is asked for."""
         if not self._config.stats:
-            return contextlib.nullcontext()
+            return _NOTHING
         return torch.cuda.nvtx.range(f"ds_tilemoe {name}")
 
-    def _await_change(
-        self, heap: CudaHeap, layer: CudaLayer, change: BaseException, stream: torch.cuda.Stream
-    ) -> None:
+    def _await_change(self, heap: CudaHeap, layer: CudaLayer, change: BaseException) -> None:
         """Returns if every rank has said that its layer has changed; else raises on this rank."""
-        stream.synchronize()
+        assert self.stream is not None  # the call's
+        self.stream.synchronize()
         record, where = heap.failures.take(), f"layer {layer.shape.name}"
         if record is None or record.outcome != abi.Outcome.RANK_FAILURE:
             heap.failures.tell(record)
             heap.failures.raise_heard(where)
             raise TileMoEError(f"{where}: the count exchange has told nothing")
+        heap.failures.say_heard()
         if record.seen == heap.world:
             return
         said = heap.statuses(record.epoch)
@@ -230,32 +234,32 @@ class Caller:
             " in the same call"
         ) from change
 
-    @contextlib.contextmanager
-    def peers_hear(self, heap: CudaHeap, name: str, capturing: bool) -> Iterator[None]:
+    def peers_hear(self, heap: CudaHeap, name: str, capturing: bool) -> PeersHear:
         """Whatever goes wrong inside ends the peers' waits at once, and the heap's use."""
-        try:
-            yield
-        except BaseException as error:
-            if not capturing:  # else nothing has run
-                heap.failures.cause = (
-                    f"rank {self._rank} of the group failed in layer {name}:"
-                    f" {type(error).__name__}: {error}"
-                )
-                self._fail_group(heap)
-            raise
+        return PeersHear(self, heap, name, capturing)
+
+    def fail(self, heap: CudaHeap, name: str, error: BaseException) -> None:
+        """The group fails by what this host has raised in a layer."""
+        heap.failures.cause = (
+            f"rank {self._rank} of the group failed in layer {name}:"
+            f" {type(error).__name__}: {error}"
+        )
+        self._fail_group(heap, abi.Outcome.HOST_FAILURE)
 
     def _await_counts(self, heap: CudaHeap, layer: CudaLayer) -> nccl_dispatch.Counts:
         """The counts on the host; raises what the exchange has found."""
         shape = (heap.world, layer.shape.num_experts)
         number = shape[0] * shape[1]
-        counts = nccl_dispatch.await_counts(
-            heap.counts[:number].view(shape),
-            heap.counts_on_host[:number].view(shape),
-            heap.expert_row[: layer.local_experts + 1],
-        )
+        with self.peers_hear(heap, layer.shape.name, capturing=False):
+            counts = nccl_dispatch.await_counts(
+                heap.counts[:number].view(shape),
+                heap.counts_on_host[:number].view(shape),
+                heap.expert_row[: layer.local_experts + 1],
+            )
         where = f"layer {layer.shape.name}"
         heap.failures.hear()
-        self._condemn_if_behind(heap)  # else it is this call's, and all ranks raise here
+        if heap.failures.unread is not None:  # of a call before, or of this: then all raise here
+            heap.failures.tell(heap.group_failure())
         heap.failures.raise_heard(where)
         # A rank that cannot hold its rows has told it all by itself.
         heap.failures.cause = overfull(counts.on_host, layer.rows_in)
@@ -267,6 +271,14 @@ class Caller:
     ) -> None:
         run_row = heap.run_row[: layer.shape.num_experts].view(layer.local_experts, heap.world)
         with self.range("dispatch"):
+            assert call.outgoing is not None
             nccl_dispatch.dispatch(
-                call.x, call.places.sources, counts, run_row, self._rank, self._group, layer.rows
+                call.x,
+                call.places.sources,
+                counts,
+                run_row,
+                self._rank,
+                self._group,
+                layer.rows,
+                (call.outgoing, layer.out),
             )

@@ -13,8 +13,6 @@ from ds_tilemoe.plan_abi import Int64Array
 
 # Every rank has found the same at the count exchange, and the next call may go on.
 _USABLE = (abi.Outcome.RANK_FAILURE, abi.Outcome.LAYER_MISMATCH, abi.Outcome.CAPACITY)
-# Of these the rank at fault has raised its own exception in the call itself.
-_OWN = (abi.Outcome.RANK_FAILURE, abi.Outcome.CAPACITY)
 
 _CONDEMNED = (
     ". Ranks may be out of step, so the group has failed: ds_tilemoe.apply() on all ranks makes a"
@@ -30,9 +28,11 @@ class Failures:
 
     Args:
         address: of an ErrorRecord in page-locked memory, zeroed.
-        rank, world: of this rank in its group.
+        world: ranks of the group.
         name_of: names a layer by its fingerprint.
         layer_of: fingerprint of the layer that made a call, if it is known.
+        say_heard: tells the kernels that this host has heard of a failure that leaves the heap
+            usable.
 
     Attributes:
         cause: what made the heap unusable; "" while it is usable.
@@ -42,14 +42,14 @@ class Failures:
     def __init__(
         self,
         address: int,
-        rank: int,
         world: int,
         name_of: NameOf,
         layer_of: Callable[[int], int | None],
+        say_heard: Callable[[], None],
     ) -> None:
         self._record = abi.ErrorRecord.from_address(address)
-        self._rank, self._world = rank, world
-        self._name_of, self._layer_of = name_of, layer_of
+        self._world = world
+        self._name_of, self._layer_of, self.say_heard = name_of, layer_of, say_heard
         self._heard: TileMoEError | None = None
         self._is_condemned = False
         self.unread: int | None = None
@@ -63,6 +63,11 @@ class Failures:
         self._record.outcome = abi.Outcome.OK
         return record
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is nothing to hear and nothing to raise."""
+        return not self._record.outcome and self._heard is None and not self.cause
+
     def hear(self) -> None:
         """Keep what has been told since the last look. Does not wait for the device."""
         self.tell(self.take())
@@ -71,17 +76,20 @@ class Failures:
         """Keep one record, or none."""
         if record is None:
             return
-        if record.outcome not in _USABLE:
+        if record.outcome in _USABLE:
+            if self._heard is None:
+                self._heard, self.unread = self._refusal(record), record.epoch
+        elif record.outcome == abi.Outcome.OUT_OF_STEP and record.seen == self.unread:
+            self.condemn()  # whoever was late, the failure that is unread here is the first cause
+        else:
             self.cause = self.cause or describe(record)
-            return
-        is_own = record.peer == self._rank and record.outcome in _OWN
-        if not is_own and self._heard is None:
-            self._heard, self.unread = self._refusal(record), record.epoch
 
     def condemn(self) -> None:
         """The unread failure is one that the heap does not survive: its call is not the last."""
         assert self._heard is not None
-        self.cause = self.cause or str(self._heard)
+        if self.cause:
+            return
+        self.cause = str(self._heard)
         self._heard = type(self._heard)(f"{self._heard}{_CONDEMNED}")
         self._is_condemned = True
 
@@ -99,6 +107,8 @@ class Failures:
                 "ds_tilemoe.apply() on all ranks makes a new heap."
             )
         if self._heard is not None:
+            if not self._is_condemned:
+                self.say_heard()
             heard, self._heard, self.unread = self._heard, None, None
             self._is_condemned = False
             raise heard
@@ -138,6 +148,11 @@ def describe(record: abi.ErrorRecord) -> str:
         )
     if record.outcome == abi.Outcome.HOST_FAILURE:
         return f"rank {record.rank} of the group raised an exception at about {call}"
+    if record.outcome == abi.Outcome.OUT_OF_STEP:
+        return (
+            f"rank {record.rank} of the group heard too late that call {record.seen} had failed, at"
+            f" about {call}, so ranks may be out of step"
+        )
     if record.outcome != abi.Outcome.DEADLINE:
         return f"rank {record.rank} ended {call} with outcome {record.outcome}"
     who = f"rank {record.rank} of the group waited too long"

@@ -45,7 +45,7 @@ class GroupedGemm:
         front: GEMM 1, which raises no flag and counts nothing; else GEMM 2.
 
     Attributes:
-        kind, params: of a launch.
+        kind, params: of a launch; ``dispatch`` is a part of them.
         n_tiles: tiles of a band.
     """
 
@@ -82,6 +82,7 @@ class GroupedGemm:
         params.bands = heap.plan.view.bands
         params.activation = abi.Activation[activation.upper()]
         params.ship.view = heap.view
+        self.dispatch = params.dispatch  # a view
         self._library.tilemoe_set_counters(params, int(front))
         if front:
             params.ship.view.state = None  # no counts for IterationStats
@@ -208,9 +209,9 @@ class LayerGemms:
             shape, config, sms = self._shape, self._config, self._sms
             bands = expected_bands(shape, self._local_experts, 1 << bucket)
             down, front = self.wide_down, self._fronts.get(256)
-            if fewer_columns(config, shape.out, bands, sms):
+            if fewer_columns(config, shape.out, bands, self._local_experts, sms):
                 down = self._downs[128]
-            if fewer_columns(config, shape.ffn, bands, sms):
+            if fewer_columns(config, shape.ffn, bands, self._local_experts, sms):
                 front = self._fronts.get(128, front)
             is_small = bands * down.n_tiles <= sms
             found = self._tilings[bucket] = Tiling(front, down, is_small)

@@ -9,6 +9,7 @@ Shape letters: E experts of the group, W ranks.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends.cuda_errors import Failures
+from ds_tilemoe.backends.cuda_functions import check
 from ds_tilemoe.backends.cuda_plan import HeapNeeds
 from ds_tilemoe.backends.cuda_records import RING_BYTES, RecordRing
 from ds_tilemoe.plan_abi import BAND_DTYPE, CHUNK_DTYPE, SEGMENT_DTYPE
@@ -38,7 +40,6 @@ class CudaHeap:
         failures: what the kernels have told this host.
         names: of the layers, by fingerprint.
         is_captured: a CUDA graph holds its addresses.
-        launched: calls of this host, but for those that a graph replays.
         router_start_address: where a router writes the time when it began.
     """
 
@@ -57,7 +58,6 @@ class CudaHeap:
         names: dict[int, str] = {}
         self.names = names
         self.is_captured = False
-        self.launched = 0
         self.pes: int | None = None
         self._memory: list[Tensor] = []
         experts = needs.max_experts
@@ -71,13 +71,6 @@ class CudaHeap:
         self._told = page_locked(128)
         self._records = page_locked(RING_BYTES)
         self.ring = RecordRing(self._records.numpy())
-        self.failures = Failures(
-            self._told.data_ptr(),
-            rank,
-            world,
-            lambda fingerprint: names.get(fingerprint, "that is not known here"),
-            self.ring.layer_of,
-        )
         self.offsets = abi.BlockOffsets()
         shape = abi.BlockShape(world, experts, needs.slots, needs.recv_bytes, needs.dispatch_bytes)
         library.tilemoe_block_offsets(shape, self.offsets)
@@ -99,6 +92,13 @@ class CudaHeap:
         self.view.half_bytes = library.tilemoe_half_bytes(needs.bands)
         self.view.host_error = self._told.data_ptr()
         self.router_start_address = self.view.state + abi.State.router_start_ns.offset
+        self.failures = Failures(
+            self._told.data_ptr(),
+            world,
+            lambda fingerprint: names.get(fingerprint, "that is not known here"),
+            self.ring.layer_of,
+            functools.partial(_say_heard, library, self.view, device),
+        )
 
     def connect(
         self, block: Tensor, addresses: Sequence[int], pes: Sequence[int] | None = None
@@ -139,10 +139,6 @@ class CudaHeap:
             found.append(int(word.view(torch.int32).item()))
         return found
 
-    def epoch(self) -> int:
-        """Calls that the device has begun, replayed ones too. Waits for the device."""
-        return int(self._state[:8].view(torch.int64).item())
-
     def group_failure(self) -> abi.ErrorRecord | None:
         """What has failed the group, from this rank's own block. Waits for the device.
 
@@ -171,6 +167,17 @@ class CudaHeap:
         table = torch.tensor(numbers, dtype=dtype, device=self.device)
         self._memory.append(table)
         return table.data_ptr()
+
+
+def _say_heard(library: ctypes.CDLL, view: abi.RankView, device: torch.device) -> None:
+    """See ``Failures``. No call may be queued. Waits for the current stream.
+
+    Not a method of the heap, which would hold itself: memory has to go before new memory comes.
+    """
+    stream = torch.cuda.current_stream(device)
+    status = library.tilemoe_say_heard(view, stream.cuda_stream)
+    check(status, "the word that a failure has been heard of")
+    stream.synchronize()  # the next call may be on another one
 
 
 def page_locked(nbytes: int) -> Tensor:

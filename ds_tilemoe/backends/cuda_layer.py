@@ -18,10 +18,8 @@ from ds_tilemoe.backends.base import Expert, Experts, LayerShape
 from ds_tilemoe.backends.cuda_functions import check
 from ds_tilemoe.backends.cuda_gemm import LayerGemms, readable
 from ds_tilemoe.backends.cuda_heap import CudaHeap
-from ds_tilemoe.backends.cuda_plan import (
-    fingerprint,
-    tail_bands,
-)
+from ds_tilemoe.backends.cuda_plan import fingerprint, tail_bands
+from ds_tilemoe.backends.cuda_routes import FusedRouting, Routes
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.cost_model import Work
 from ds_tilemoe.plan_abi import PlanParams, PlanSizes
@@ -52,12 +50,14 @@ class Call(NamedTuple):
         x: [T, H], as kernels read it.
         places: of the routes.
         held: what else the params point to.
+        outgoing: [T * K, H], room for the rows that go out by NCCL; else None.
     """
 
     y: Tensor
     x: Tensor
     places: Places
     held: tuple[Tensor, ...]
+    outgoing: Tensor | None
 
 
 class CudaLayer:
@@ -68,7 +68,8 @@ class CudaLayer:
         fingerprint: of the layer, as kernels and records have it.
         local_experts: E_l.
         rows_in: most rows that dispatch may bring.
-        rows: [M, H], what dispatch fills. ``hidden``: [M, F], what GEMM 2 reads.
+        rows: [M, H], what dispatch fills. ``hidden``: [M, F], what GEMM 2 reads. ``out``: [M, N],
+            what it writes; in front of it, room for the rows that come by NCCL, as N is H.
         is_fused: rows come by GEMM 1's kernel.
         work: GEMM 2, as the cost model sees it.
     """
@@ -90,10 +91,12 @@ class CudaLayer:
         self.rows = self._matrix(heap.rows, shape.hidden)
         self.hidden = self._matrix(heap.hidden, shape.ffn)
         self.is_fused = shape.dispatch == "fused"
-        out = self._matrix(heap.out, shape.out)
-        self._gemms = LayerGemms(shape, heap, config, self.rows, self.hidden, out, sms)
-        tiling = self._gemms.tiling(0)
-        self._front, self._down = tiling.front, tiling.down  # of the call at hand
+        self.out = self._matrix(heap.out, shape.out)
+        self._gemms = LayerGemms(shape, heap, config, self.rows, self.hidden, self.out, sms)
+        self._tiling = self._gemms.tiling(0)  # of the call at hand
+        self._front, self._down = self._tiling.front, self._tiling.down
+        self._split: Split | None = None  # that the params have
+        self._own_counts = heap.plan.counts
         self._stamp: object | None = None  # of the experts whose operands the GEMMs have
         self._exchange = abi.ExchangeParams(view=heap.view, plan=heap.plan)
         self._exchange.counts = heap.plan.counts
@@ -105,6 +108,7 @@ class CudaLayer:
         self._plan_params = plan.params  # a view, as is the next
         self._combine = self._make_combine()
         self._scale = self._combine.scale
+        self._combine.kind = self._down.kind
         row_bytes = shape.out * shape.dtype.itemsize
         self.work = Work(
             tile_m=params.tile_m,
@@ -134,25 +138,50 @@ class CudaLayer:
             weights: [T, K].
             places: of these routes.
         """
-        weights, x = weights.float().contiguous(), readable(x)
-        tokens = ids.shape[0]
-        y = torch.empty(tokens, self.shape.out, dtype=self.shape.dtype, device=x.device)
+        weights = weights.float().contiguous()
+        tensors = (ids, weights, places.positions, places.sources, places.counts)
+        routes = Routes(*(tensor.data_ptr() for tensor in tensors))
+        return self._prepare(x, experts, routes, places, (ids, weights))
+
+    def prepare_fused(self, x: Tensor, experts: Sequence[Expert], routing: FusedRouting) -> Call:
+        """As :meth:`prepare`, of our own router's routes, which ask for no tensor."""
+        return self._prepare(x, experts, routing.at, routing, ())
+
+    def _prepare(
+        self,
+        x: Tensor,
+        experts: Sequence[Expert],
+        routes: Routes,
+        places: Places,
+        held: tuple[Tensor, ...],
+    ) -> Call:
+        x = readable(x)
+        tokens = x.shape[0]
+        y = torch.empty(tokens, self.shape.out, dtype=self.shape.dtype, device=self._heap.device)
         stamp = experts.stamp if isinstance(experts, Experts) else None
         if stamp is None or stamp is not self._stamp:
             self._stamp = None
             if self._gemms.take(experts):
                 self._stamp = stamp
         tiling = self._gemms.tiling(tokens)
-        self._front, self._down = tiling.front, tiling.down
-        self._combine.kind = tiling.down.kind
-        if tiling.front is not None:
-            dispatch = tiling.front.params.dispatch
-            dispatch.x, dispatch.sources = x.data_ptr(), places.sources.data_ptr()
+        if tiling is not self._tiling:
+            self._tiling, self._front, self._down = tiling, tiling.front, tiling.down
+            self._combine.kind = tiling.down.kind
+            self._split = None
+        if self._front is not None:
+            dispatch = self._front.dispatch
+            dispatch.x, dispatch.sources = x.data_ptr(), routes.sources
+        self._own_counts = routes.counts
         scale = self._scale
-        scale.expert_ids, scale.weights = ids.data_ptr(), weights.data_ptr()
-        scale.positions = places.positions.data_ptr()
+        scale.expert_ids, scale.weights = routes.expert_ids, routes.weights
+        scale.positions = routes.positions
         scale.y, scale.tokens = y.data_ptr(), tokens
-        return Call(y, x, places, (ids, weights))
+        outgoing = None
+        if not self.is_fused:
+            outgoing = torch.empty(
+                tokens * self.shape.topk, x.shape[1], dtype=x.dtype, device=x.device
+            )
+        return Call(y, x, places, held, outgoing)
 
     @property
     def has_front_gemm(self) -> bool:
@@ -174,19 +203,22 @@ class CudaLayer:
         Args:
             status: 0, or why this rank has no rows: see exchange.h.
             tokens: T.
-            places: None where the counts do not matter.
+            places: of the call that was prepared; None where the counts do not matter.
             wanted_ctas: address of a page-locked word that takes the place of the split's number.
             group_timeout_ns: for a peer that has not come yet.
             stream: a cudaStream_t, as below.
         """
         params = self._exchange
-        params.own_counts = params.counts if places is None else places.counts.data_ptr()
+        params.own_counts = params.counts if places is None else self._own_counts
         params.status, params.tokens = status, tokens
         params.group_timeout_ns = group_timeout_ns
-        params.consumer_ctas, params.wanted_ctas = split.num_consumer_ctas, wanted_ctas
-        plan = self._plan_params
-        plan.bands_per_segment = split.bands_per_segment
-        plan.local_tail_bands = tail_bands(split.local_tail_waves, self._down.n_tiles, self._sms)
+        params.wanted_ctas = wanted_ctas
+        if split is not self._split:
+            self._split, plan = split, self._plan_params
+            params.consumer_ctas = split.num_consumer_ctas
+            plan.bands_per_segment = split.bands_per_segment
+            waves, n_tiles = split.local_tail_waves, self._down.n_tiles
+            plan.local_tail_bands = tail_bands(waves, n_tiles, self._sms)
         check(
             self._heap.library.tilemoe_exchange_launch(params, stream),
             "the launch of the count exchange",

@@ -87,11 +87,27 @@ def common_front(experts: Sequence[Expert]) -> list[FrontGemm] | None:
     return known
 
 
-def router_fault(reason: str) -> str:
-    """What to say where ``router`` is "fused" and the router does not cover a gate."""
-    return (
-        f'tile_overlap.router: got "fused", and {reason}; wanted a gate that the fused router'
-        ' covers; fix: write "auto", or change the gate'
+def router_fault(config: TileOverlapConfig, why_not: str, dtype: torch.dtype) -> str:
+    """What to say of a router that is asked for and cannot be had; "" if none is.
+
+    Args:
+        why_not: why the fused router does not cover the gate, or "".
+        dtype: of the tokens.
+    """
+    wanted, fix = "a gate that the fused router covers", "change the gate"
+    if config.router == "fused" and why_not:
+        return (
+            f'tile_overlap.router: got "fused", and {why_not}; wanted {wanted}; fix: write "auto",'
+            f" or {fix}"
+        )
+    if config.router_logits != "bf16x3":
+        return ""
+    if not why_not and dtype != torch.bfloat16:
+        why_not, wanted = f"the tokens are {str(dtype).removeprefix('torch.')}", "bfloat16 tokens"
+        fix = "cast the model to bfloat16"
+    return why_not and (
+        f'tile_overlap.router_logits: got "bf16x3", and {why_not}; wanted {wanted}; fix: write'
+        f' "auto", or {fix}'
     )
 
 

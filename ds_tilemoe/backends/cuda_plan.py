@@ -71,15 +71,20 @@ def down_tile_n(config: TileOverlapConfig, out: int) -> int:
     return 128 if out <= NARROW else 256
 
 
-def fewer_columns(config: TileOverlapConfig, n: int, bands: int, sms: int) -> bool:
-    """Whether a GEMM should have tiles of 128 columns instead of 256: twice as many SMs then read
-    weights, which is all that a call of a few tokens does.
+def fewer_columns(
+    config: TileOverlapConfig, n: int, bands: int, local_experts: int, sms: int
+) -> bool:
+    """Whether a GEMM should have tiles of 128 columns instead of 256: where it only reads weights
+    (a band an expert at most), the more evenly its waves spread them over the SMs the faster.
 
     Args:
         n: columns of its output.
         bands: of the call.
+        local_experts: E_l.
     """
-    return config.tile_n == "auto" and 2 * bands * -(-n // 256) <= sms
+    if config.tile_n != "auto" or bands > local_experts:
+        return False
+    return -(-bands * -(-n // 128) // sms) < 2 * -(-bands * -(-n // 256) // sms)
 
 
 def expected_bands(shape: LayerShape, local_experts: int, tokens: int) -> int:

@@ -57,7 +57,7 @@ class RecordRing:
 
         A call is missing if more than CALL_RECORDS others have ended before anybody asked.
         """
-        slots = np.flatnonzero(self._epochs > self._last).tolist()
+        slots = (self._epochs > self._last).nonzero()[0].tolist()
         found = [record for slot in slots if (record := self._read(slot)) is not None]
         if len(found) > 1:
             found.sort()  # by epoch
@@ -79,8 +79,8 @@ class RecordRing:
         return Record(
             epoch,
             layer,
-            IterationStats(*iteration),
-            LayerTimes(*times),
+            IterationStats._make(iteration),
+            LayerTimes._make(times),
             tokens,
             rows,
             remote,

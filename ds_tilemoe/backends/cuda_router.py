@@ -1,4 +1,5 @@
-"""The fused router on a GPU: DeepSpeed's logits, and everything after them in our own kernels.
+"""The fused router on a GPU: DeepSpeed's logits, or the same product on tensor cores
+(``router_logits``), and everything after them in our own kernels.
 
 No call waits for the device, and all may be captured in a CUDA graph.
 
@@ -16,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_tilemoe.backends.cuda_functions import check
+from ds_tilemoe.backends.cuda_routes import FusedRouting, part_words
 from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, rule_of
 from ds_tilemoe.routing import GATE_TIMER, Places, Routing
 
 _LEAST_SCRATCH = 1 << 14  # bytes
+_LOGIT_PARTS = 3  # as in csrc/router/split.h
 
 
 class PlacesParams(Structure):
@@ -47,6 +50,7 @@ class RouterParams(Structure):
         ("start_ns", c_void_p),
         ("drop", c_int32),
         ("capacity", c_int32),
+        ("logit_parts", c_int32),
     ]
 
 
@@ -57,6 +61,8 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tilemoe_router_load": (c_int32, ()),
     "tilemoe_places_launch": (c_int32, (POINTER(PlacesParams), c_void_p)),
     "tilemoe_router_launch": (c_int32, (POINTER(RouterParams), c_void_p)),
+    "tilemoe_split_load": (c_int32, ()),
+    "tilemoe_split_launch": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
 }
 
 
@@ -69,37 +75,41 @@ class FusedRouter:
     Args:
         library: the loaded CUDA library; gets its prototypes here.
         device: the current device's kernels are loaded.
+        bf16x3: logits of bfloat16 tokens are made on tensor cores, with the gate's weights as the
+            sum of three bfloat16 matrices; else by DeepSpeed's own fp32 call.
 
     Raises:
         TileMoEError: the kernels cannot be loaded.
     """
 
-    def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
+    def __init__(self, library: ctypes.CDLL, device: torch.device, *, bf16x3: bool = False) -> None:
         self.device = device
-        self._library = library
+        self._library, self._bf16x3 = library, bf16x3
         self._scratch: dict[int, Tensor] = {}
         self._params = RouterParams()  # of the last call: a launch takes a copy
         self._places = self._params.places  # a view of it
-        self._sizes = (0, 0, 0)  # tokens, topk, experts of it
-        self._own_bytes = self._places_bytes = 0  # of scratch, at these sizes
+        self._sizes = (0, 0, 0, False)  # tokens, topk and experts of it; whether all of the router
+        self._part = 0  # words of a block's part, at these sizes
         for name, (result, arguments) in PROTOTYPES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         with torch.cuda.device(device):
             check(library.tilemoe_router_load(), "loading the router")
+            check(library.tilemoe_split_load(), "loading the split of the gate's weights")
 
     def route(
         self, gate: Any, x: Tensor, start_ns: int | None = None, stream: int | None = None
     ) -> Routing:
         """Routes and places of this rank's tokens; ``router_rules.uncovered(gate)`` must be "".
 
-        The logits are those of ``TopKGate.forward``, by the same call, and its timer runs if the
-        gate's ``wall_clock_breakdown`` is on (which waits for the device, as in DeepSpeed).
+        Without bf16x3 the logits are those of ``TopKGate.forward``, by the same call. Its timer
+        runs if the gate's ``wall_clock_breakdown`` is on (which waits for the device, as in
+        DeepSpeed).
 
         Args:
             gate: a ``TopKGate``.
-            x: [T, H] tokens on this device, any float dtype; T may be 0, and then counts and l_aux
-                are 0.
+            x: [T, H] tokens on this device, any float dtype, with bf16x3 bfloat16; T may be 0, and
+                then counts and l_aux are 0.
             start_ns: device address of a uint64 for the time when the router began, or None.
             stream: the current cudaStream_t, if it is at hand.
 
@@ -110,7 +120,10 @@ class FusedRouter:
         try:
             if gate.wall_clock_breakdown:
                 gate.timers(GATE_TIMER).start()
-            logits = F.linear(x.float(), weight=gate.wg.weight.float(), bias=None)
+            if self._bf16x3:
+                logits = self._split_logits(x, gate.wg.weight.float(), stream)
+            else:
+                logits = F.linear(x.float(), weight=gate.wg.weight.float(), bias=None)
             routing = self.decide(logits, gate.k, rule.drop, rule.capacity, start_ns, stream)
             if gate.wall_clock_breakdown:
                 gate.timers(GATE_TIMER).stop()
@@ -133,7 +146,7 @@ class FusedRouter:
         """What follows the logits.
 
         Args:
-            logits: [T, E] float32, contiguous, on this device.
+            logits: [T, E] float32, contiguous, on this device; or [T, 3, E], to be added.
             topk: K, at most 16 and at most E; E is at most 1024.
             drop, capacity: of a ``router_rules.Rule``.
             start_ns, stream: as of :meth:`route`.
@@ -141,25 +154,51 @@ class FusedRouter:
         Raises:
             ValueError: the logits are not like that.
         """
-        self._check_tensor("logits", logits, torch.float32)
-        tokens, experts = logits.shape
+        tokens, experts = logits.shape[0], logits.shape[-1]
+        parts = logits.shape[1] if logits.dim() == 3 else 1
+        self._check_tensor("logits", logits.flatten(1) if parts > 1 else logits, torch.float32)
         _check_sizes(topk, experts)
         if topk > experts:
             raise ValueError(f"topk is {topk}, wanted at most the {experts} experts")
-        ids = torch.empty(tokens, topk, dtype=torch.int32, device=self.device)
-        weights = torch.empty(tokens, topk, dtype=torch.float32, device=self.device)
-        l_aux = torch.empty((), dtype=torch.float32, device=self.device)
-        exp_counts = torch.empty(experts, dtype=torch.int64, device=self.device)
-        places = self._new_places(ids, topk, tokens, experts, True)
-        params = self._params
-        params.logits, params.expert_ids = logits.data_ptr(), ids.data_ptr()
-        params.weights, params.l_aux = weights.data_ptr(), l_aux.data_ptr()
+        device = self.device
+        self._resize(tokens, topk, experts, True)
+        block = torch.empty(4 * self._part + experts, dtype=torch.int32, device=device)
+        l_aux = torch.empty((), dtype=torch.float32, device=device)
+        exp_counts = torch.empty(experts, dtype=torch.int64, device=device)
+        routing = FusedRouting(block, self._part, tokens, topk, l_aux, exp_counts)
+        at, params, places = routing.at, self._params, self._places
+        params.logits, params.expert_ids = logits.data_ptr(), at.expert_ids
+        params.weights, params.l_aux = at.weights, l_aux.data_ptr()
         params.exp_counts = exp_counts.data_ptr()
         params.start_ns, params.drop, params.capacity = start_ns, drop, capacity
+        params.logit_parts = parts
+        places.expert_ids, places.positions = at.expert_ids, at.positions
+        places.sources, places.counts = at.sources, at.counts
+        if stream is None:
+            stream = torch.cuda.current_stream(device).cuda_stream
+        check(self._library.tilemoe_router_launch(params, stream), "the launch of the router")
+        return routing
+
+    def _split_logits(self, x: Tensor, weight: Tensor, stream: int | None) -> Tensor:
+        """Logits on tensor cores: each of the three parts of a weight by a token is exact in fp32.
+
+        Args:
+            x: [T, H] bfloat16. weight: [E, H] float32.
+
+        Returns:
+            [T, 3, E] float32, to be added.
+        """
+        weight = weight.contiguous()
+        experts, hidden = weight.shape
         if stream is None:
             stream = torch.cuda.current_stream(self.device).cuda_stream
-        check(self._library.tilemoe_router_launch(params, stream), "the launch of the router")
-        return Routing(ids, weights, l_aux, exp_counts, places)
+        parts = torch.empty(_LOGIT_PARTS * experts, hidden, dtype=x.dtype, device=self.device)
+        status = self._library.tilemoe_split_launch(
+            weight.data_ptr(), parts.data_ptr(), weight.numel(), stream
+        )
+        check(status, "the launch that splits the gate's weights")
+        logits = torch.mm(x, parts.t(), out_dtype=torch.float32)
+        return logits.view(x.shape[0], _LOGIT_PARTS, experts)
 
     def places(self, expert_ids: Tensor, num_experts: int) -> Places:
         """Places of routes that DeepSpeed's gate has decided.
@@ -173,33 +212,33 @@ class FusedRouter:
         """
         self._check_tensor("expert_ids", expert_ids, torch.int32)
         _check_sizes(expert_ids.shape[1], num_experts)
-        places = self._new_places(expert_ids, *expert_ids.shape[::-1], num_experts, False)
+        tokens, topk = expert_ids.shape
+        self._resize(tokens, topk, num_experts, False)
+        places = Places(
+            positions=torch.empty_like(expert_ids),
+            sources=torch.empty(tokens * topk, dtype=torch.int32, device=self.device),
+            counts=torch.empty(num_experts, dtype=torch.int32, device=self.device),
+        )
+        params = self._places
+        params.expert_ids, params.positions = expert_ids.data_ptr(), places.positions.data_ptr()
+        params.sources, params.counts = places.sources.data_ptr(), places.counts.data_ptr()
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        check(self._library.tilemoe_places_launch(self._places, stream), "the launch of the places")
+        check(self._library.tilemoe_places_launch(params, stream), "the launch of the places")
         return places
 
-    def _new_places(
-        self, ids: Tensor, topk: int, tokens: int, experts: int, for_router: bool
-    ) -> Places:
-        """Outputs, and the params that name them and the scratch."""
-        places = Places(
-            positions=torch.empty_like(ids),
-            sources=torch.empty(tokens * topk, dtype=torch.int32, device=self.device),
-            counts=torch.empty(experts, dtype=torch.int32, device=self.device),
-        )
+    def _resize(self, tokens: int, topk: int, experts: int, for_router: bool) -> None:
+        """Sizes and scratch of the params, where they differ from those of the call before."""
+        if (tokens, topk, experts, for_router) == self._sizes:
+            return
         params, sizes = self._places, (tokens, topk, experts)
-        if sizes != self._sizes:
-            self._sizes = sizes
-            params.tokens, params.topk, params.experts = sizes
-            own_bytes = self._library.tilemoe_router_scratch_bytes(*sizes)
-            self._own_bytes = -(-own_bytes // 16) * 16
-            self._places_bytes = self._library.tilemoe_places_scratch_bytes(*sizes)
-        in_front = self._own_bytes if for_router else 0
-        scratch = self._scratch_of(in_front + self._places_bytes).data_ptr()
-        params.expert_ids, params.positions = ids.data_ptr(), places.positions.data_ptr()
-        params.sources, params.counts = places.sources.data_ptr(), places.counts.data_ptr()
+        own_bytes = self._library.tilemoe_router_scratch_bytes(*sizes) if for_router else 0
+        in_front = -(-own_bytes // 16) * 16
+        needed = in_front + self._library.tilemoe_places_scratch_bytes(*sizes)
+        scratch = self._scratch_of(needed).data_ptr()
+        params.tokens, params.topk, params.experts = sizes
         self._params.scratch, params.scratch = scratch, scratch + in_front
-        return places
+        self._part = part_words(tokens * topk)
+        self._sizes = (*sizes, for_router)
 
     def _scratch_of(self, needed: int) -> Tensor:
         size = max(_LEAST_SCRATCH, 1 << (needed - 1).bit_length())

@@ -9,6 +9,7 @@ Shape letters: T tokens of this rank, W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +29,47 @@ AUTO_CONSUMER_CTAS = 8
 # Of a captured graph, whose split the device looks up: those that are too many end at once.
 MOST_CAPTURED_CTAS = 32
 BUCKETS = 33  # powers of two of tokens
-SHORT_NS = 200_000  # of a call; a controller learns from each longer one
-SHORT_CALLS_A_LOOK = 8  # and from one of so many shorter ones
+# A lesson takes the host as long as some launches. A controller learns from each call but for
+# short ones, where the split matters little, and ones like those that lately changed nothing.
+SHORT_NS = 200_000  # of a call, without its wait for the peers' counts
+SHORT_CALLS_A_LESSON = 8
+CALM_LESSONS = 32  # in a row without a change
+CALM_NS = 2_000_000  # of calls between two lessons then, but no more than of short ones
+OTHER_LOAD = 0.08  # of the last lesson's: a call that differs by more teaches
 MOVERS = {"sm": abi.Mover.SM, "none": abi.Mover.NONE, "sequential": abi.Mover.SEQUENTIAL}
+
+
+@dataclass
+class _Lessons:
+    """What a controller has learnt from calls of one size bucket, and when.
+
+    Attributes:
+        calls: since the last lesson.
+        calm: lessons since the last that changed something.
+        bands, remote_rows: of the last lesson's call.
+    """
+
+    calls: int = SHORT_CALLS_A_LESSON
+    calm: int = 0
+    bands: int = 0
+    remote_rows: int = 0
+
+    def is_due(self, record: Record) -> bool:
+        """Whether to learn from a call, the next of its kind."""
+        self.calls += 1
+        ns = record.times.scale_end - record.times.exchange_end
+        period = SHORT_CALLS_A_LESSON
+        if ns >= SHORT_NS:
+            is_calm = (
+                self.calm >= CALM_LESSONS
+                and abs(record.bands - self.bands) <= OTHER_LOAD * self.bands
+                and abs(record.remote_rows - self.remote_rows) <= OTHER_LOAD * self.remote_rows
+            )
+            period = min(period, CALM_NS // ns) if is_calm else 1
+        if self.calls < period:
+            return False
+        self.calls, self.bands, self.remote_rows = 0, record.bands, record.remote_rows
+        return True
 
 
 class Splits:
@@ -49,9 +88,11 @@ class Splits:
         self._config, self._sms, self._world = config, sms, world
         self._machine: Machine | None = None
         self._words: dict[int, npt.NDArray[np.int32]] = {}  # fingerprint -> [BUCKETS], page-locked
-        self._short_calls: dict[int, int] = {}  # by fingerprint
+        self._lessons: dict[tuple[int, int], _Lessons] = {}  # by fingerprint and bucket
         # By fingerprint, bucket and consumer CTAs of a call: the choice, and what explain() says.
         self._told: dict[tuple[int, int, int], tuple[Choice, tuple[Choice, str]]] = {}
+        # By fingerprint, bucket and mover of an eager call: the choice, and the split it gives.
+        self._chosen: dict[tuple[int, int, str], tuple[Choice | None, Split]] = {}
         self.controllers: dict[int, Controller] = {}
 
     @property
@@ -92,6 +133,28 @@ class Splits:
             capturing: if the mover is SM, the split's number is the most, and :meth:`wanted_word`
                 holds the wanted one.
         """
+        bucket, fingerprint = Controller.bucket_of(tokens), layer.fingerprint
+        controller = self.controllers.get(fingerprint)
+        choice = None if controller is None else controller.choose(bucket)
+        if capturing:
+            return self._split(layer, tokens, bucket, mover, choice, True)
+        key = (fingerprint, bucket, mover)
+        known = self._chosen.get(key)
+        if known is None or known[0] is not choice:
+            split = self._split(layer, tokens, bucket, mover, choice, False)
+            known = self._chosen[key] = (choice, split)
+        return known[1]
+
+    def _split(
+        self,
+        layer: CudaLayer,
+        tokens: int,
+        bucket: int,
+        mover: str,
+        choice: Choice | None,
+        capturing: bool,
+    ) -> Split:
+        """What ``choice`` and the settings give; without a choice, the settings."""
         config = self._config
         joined = config.bands_per_segment
         split = Split(
@@ -105,10 +168,8 @@ class Splits:
         none = split._replace(num_consumer_ctas=0, mover=abi.Mover.NONE)
         if split.mover is abi.Mover.NONE or self._world == 1:  # then there is nothing to ship
             return none
-        controller = self.controllers.get(layer.fingerprint)
         is_open = mover == config.num_consumer_ctas == "auto" and config.min_consumer_ctas <= 1
-        if controller is not None:
-            choice = controller.choose(Controller.bucket_of(tokens))
+        if choice is not None:
             waves = choice.local_tail_waves
             split = Split(
                 choice.num_consumer_ctas,
@@ -123,7 +184,7 @@ class Splits:
                 return split  # without a consumer that is never wanted
             most = self._most_captured()
             wanted = min(split.num_consumer_ctas, most)
-            self._words[layer.fingerprint][Controller.bucket_of(tokens)] = wanted
+            self._words[layer.fingerprint][bucket] = wanted
             split = split._replace(num_consumer_ctas=most, mover=abi.Mover.SM)
         return split
 
@@ -138,12 +199,12 @@ class Splits:
             controller = self.controllers.get(record.layer)
             if controller is None:
                 continue
-            if record.times.scale_end < SHORT_NS:
-                # There the split matters little, and to learn from each would cost the host more.
-                seen = self._short_calls[record.layer] = self._short_calls.get(record.layer, -1) + 1
-                if seen % SHORT_CALLS_A_LOOK:
-                    continue
             bucket = Controller.bucket_of(record.tokens)
+            lessons = self._lessons.get((record.layer, bucket))
+            if lessons is None:
+                lessons = self._lessons[record.layer, bucket] = _Lessons()
+            if not lessons.is_due(record):
+                continue
             before = controller.choose(bucket)
             controller.observe(
                 observation(
@@ -156,7 +217,9 @@ class Splits:
                 )
             )
             after = controller.choose(bucket)
+            lessons.calm += 1
             if after is not before:
+                lessons.calm = 0
                 wanted = min(after.num_consumer_ctas, self._most_captured())
                 self._words[record.layer][bucket] = wanted
 

@@ -72,8 +72,12 @@ def dispatch(
     rank: int,
     group: dist.ProcessGroup | None,
     layout: Tensor,
+    rooms: tuple[Tensor, Tensor],
 ) -> None:
     """Every kept route's row of ``x`` into the layout of its expert's rank. A collective of W.
+
+    Takes no memory in front of NCCL's own work: a rank that failed there would leave its peers in
+    it, where only the process group's timeout ends them.
 
     Args:
         x: [T, H], contiguous.
@@ -82,14 +86,16 @@ def dispatch(
         run_row: [E_l, W] int64 on the device.
         group: None for W = 1.
         layout: [M, H], written here; pad rows are left as they are.
+        rooms: for the rows that go, and for those that come, [that many or more, H]; overwritten.
     """
     world, experts = counts.on_host.shape
     per_rank = counts.on_host.reshape(world, world, -1).sum(axis=2)  # [source, destination]
     send, receive = per_rank[rank].tolist(), per_rank[:, rank].tolist()
-    outgoing = x[sources[: sum(send)]]
-    incoming = outgoing
-    if group is not None:
-        incoming = x.new_empty(sum(receive), x.shape[1])
+    outgoing, incoming = rooms[0][: sum(send)], rooms[1][: sum(receive)]
+    torch.index_select(x, 0, sources[: sum(send)], out=outgoing)
+    if group is None:
+        incoming = outgoing
+    else:
         dist.all_to_all_single(incoming, outgoing, receive, send, group=group)
     if incoming.shape[0] == 0:
         return

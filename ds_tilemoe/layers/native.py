@@ -127,10 +127,11 @@ class TileMOELayer(MOELayer):
         situation = state.situation(self)  # the offer has looked at the experts anew
         if situation.is_random and not isinstance(offer.outcome, str):
             offer = Offer(state.name, RANDOM)
-        if runtime.device == "cuda" and runtime.config.router == "fused":
+        if runtime.device == "cuda":
             used_token = input[1] if len(input) > 1 else None
-            if reason := uncovered(self.gate, used_token, self.use_tutel):
-                offer = Offer(state.name, router_fault(reason), unmet=True)
+            why_not = uncovered(self.gate, used_token, self.use_tutel)
+            if fault := router_fault(runtime.config, why_not, situation.dtype):
+                offer = Offer(state.name, fault, unmet=True)
         # Strict is about what can be swapped, not about a hook or a dropout that comes and goes.
         strict = state.session.config.strict and not (state.shapes or situation.is_random)
         (decision,) = runtime.preflight(
@@ -170,24 +171,31 @@ class TileMOELayer(MOELayer):
         rows: Tensor | None = None
         experts: Sequence[Expert] = ()
         routing: Routing | Exception
+        timed = self.wall_clock_breakdown
         try:
             try:
-                self._start(MOE_TIMER, running)
+                if timed:
+                    self._start(MOE_TIMER, running)
                 if not is_known:
                     raise LayerChange(f"{CHANGED}: layer {state.name} is now {situation}")
                 x, used_token = input[0], input[1]
-                _check_input(state.name, shape, situation, x, weight)
-                tokens = x.reshape(-1, x.shape[-1])
-                routing = runtime.route(self.gate, tokens, used_token)
-                self._start(FIRST_ALLTOALL_TIMER, running)
-                rows = tokens.to(shape.dtype).contiguous()
+                autocast = torch.is_autocast_enabled(x.device.type)
+                _check_input(state.name, shape, situation, x, weight, autocast)
+                # Each operation of torch costs the host: none that would change nothing.
+                tokens = x if x.dim() == 2 else x.reshape(-1, shape.hidden)
+                routing = runtime.route(self._modules["gate"], tokens, used_token)
+                if timed:
+                    self._start(FIRST_ALLTOALL_TIMER, running)
+                rows = tokens if tokens.dtype == shape.dtype else tokens.to(shape.dtype)
+                rows = rows.contiguous()
                 experts = state.experts
                 # Fused: weights have the dtype already, and the kernel's activations any.
                 is_cast = shape.device == "cuda" and shape.dispatch == "fused"
-                if torch.is_autocast_enabled(x.device.type) and not is_cast:
+                if autocast and not is_cast:
                     experts = [AutocastExpert(cut, shape.dtype) for cut in experts]
-                self._stop(FIRST_ALLTOALL_TIMER, "time_falltoall", running)
-                self._start(SECOND_ALLTOALL_TIMER, running)
+                if timed:
+                    self._stop(FIRST_ALLTOALL_TIMER, "time_falltoall", running)
+                    self._start(SECOND_ALLTOALL_TIMER, running)
             except Exception as error:  # every rank has to hear of it, in the count exchange
                 routing = cause = error
             if rows is None:
@@ -213,23 +221,22 @@ class TileMOELayer(MOELayer):
                     reason=backend.last_reason,
                 )
             runtime.collect_sometimes(shape.name, state.stats)
-            self._stop(SECOND_ALLTOALL_TIMER, "time_salltoall", running)
-            self._stop(MOE_TIMER, "time_moe", running)
-            return y.reshape(x.shape)
+            if timed:
+                self._stop(SECOND_ALLTOALL_TIMER, "time_salltoall", running)
+                self._stop(MOE_TIMER, "time_moe", running)
+            return y if x.dim() == 2 else y.reshape(x.shape)
         finally:
             for name in running:
                 self.timers(name).reset()  # left running, it would fail the next call
 
     def _start(self, timer: str, running: list[str]) -> None:
-        if self.wall_clock_breakdown:
-            self.timers(timer).start()
-            running.append(timer)
+        self.timers(timer).start()
+        running.append(timer)
 
     def _stop(self, timer: str, attribute: str, running: list[str]) -> None:
-        if timer in running:
-            running.remove(timer)
-            self.timers(timer).stop()
-            setattr(self, attribute, self.timers(timer).elapsed(reset=False))
+        running.remove(timer)
+        self.timers(timer).stop()
+        setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TileMOELayer:
         for group in (self.ep_group, self.gate.ep_group):
@@ -327,14 +334,18 @@ def _count_tokens(input: tuple[Any, ...]) -> int:
 
 
 def _check_input(
-    name: str, shape: LayerShape, situation: Situation, x: Tensor, weight: Tensor | None
+    name: str,
+    shape: LayerShape,
+    situation: Situation,
+    x: Tensor,
+    weight: Tensor | None,
+    under_autocast: bool,
 ) -> None:
     """What DeepSpeed's own path finds out in its gate and GEMMs, also for a rank without tokens."""
     if x.shape[-1] != shape.hidden:
         raise TileMoEError(
             f"layer {name}: got input of width {x.shape[-1]}; wanted its hidden size {shape.hidden}"
         )
-    under_autocast = torch.is_autocast_enabled(x.device.type)
     if x.dtype not in DTYPES or (x.dtype != situation.dtype and not under_autocast):
         weights = None if weight is None else weight.dtype
         raise TileMoEError(

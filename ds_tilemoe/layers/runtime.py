@@ -182,7 +182,7 @@ class Runtime:
         try:
             prepare_backend(self.device, self.config, alone=self.group is None)
         except Exception as error:
-            if isinstance(error, ConfigError) and self.device == "cpu":
+            if isinstance(error, ConfigError):
                 # The block's fault, which all ranks raise as such.
                 return [
                     offer
@@ -258,19 +258,22 @@ def prepare_backend(device: str, config: TileOverlapConfig, alone: bool) -> None
             f'tile_overlap.backend: got "{config.backend}" for layers whose parameters are on'
             f' {device}; wanted "{device}" or "auto"; fix: change it, or move the model'
         )
-    if device == "cpu":
-        from ds_tilemoe.op_builder import CPUTileMoEBuilder
+    from ds_tilemoe.op_builder import CPUTileMoEBuilder, CUDATileMoEBuilder
 
+    if device == "cpu":
         check_cpu_config(config)
         CPUTileMoEBuilder().load()
         return
     from ds_tilemoe.backends.cuda_limits import check_config
-    from ds_tilemoe.op_builder import CUDATileMoEBuilder
 
     check_config(config, torch.cuda.get_device_properties(0).multi_processor_count)
     if not alone and importlib.util.find_spec("nvshmem") is None:
         raise BuildError('got no nvshmem4py; wanted it; fix: pip install "ds_tilemoe[cuda]"')
     CUDATileMoEBuilder().load()
+    try:
+        CPUTileMoEBuilder().load()  # of it, the look at the experts in each forward
+    except BuildError as error:
+        logger.warning("looking at the experts in each forward takes longer: %s", error)
 
 
 def make_backend(
@@ -301,9 +304,10 @@ class Session:
     def runtime(self, group: dist.ProcessGroup | None, device: str = "cpu") -> Runtime:
         """The runtime of ``group``, None for a group of one, on "cpu" or "cuda"."""
         key = (None if group is None else id(group), device)
-        if key not in self._runtimes:
-            self._runtimes[key] = Runtime(group, self.config, device)
-        return self._runtimes[key]
+        found = self._runtimes.get(key)
+        if found is None:
+            found = self._runtimes[key] = Runtime(group, self.config, device)
+        return found
 
     def runtimes(self) -> list[Runtime]:
         return list(self._runtimes.values())

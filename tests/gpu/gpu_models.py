@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -26,8 +26,10 @@ from ds_tilemoe.testing import rank_tests
 # Two ranks, or all of a host with four or eight GPUs.
 WORLD = max(2, 1 << (min(torch.cuda.device_count() or 1, 8).bit_length() - 1))
 HIDDEN, FFN, EXPERTS = 256, 384, 16
+SMALL: dict[str, Any] = {"hidden": 64, "ffn": 128, "experts": 8}  # the layer of cases.md
 # Rounding of the hidden row, of the row and of the weighted sum, each 2**-9 at most (bf16).
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
+FORCE = 50.0  # a token's first number, by which it goes where ``steer`` says
 
 
 def make(kind: Any = "mlp", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
@@ -55,16 +57,42 @@ def rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Ten
     return tokens(*shape, seed=seed, dtype=dtype).cuda()
 
 
-def oracle(moe: Any, x: Tensor) -> Tensor:
-    """This rank's output in fp32, by weights as they are after the cast."""
+def steer(moe: Any, wanted: Collection[int]) -> None:
+    """Of tokens that begin with FORCE only experts in ``wanted`` get any."""
+    with torch.no_grad():
+        column = [0.0 if e in wanted else -1.0 for e in range(moe.num_experts)]
+        moe.deepspeed_moe.gate.wg.weight[:, 0] = torch.tensor(column)
+
+
+def forced(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``rows`` for a layer that has been steered."""
+    x = rows(*shape, seed=seed, dtype=dtype)
+    x[..., 0] = FORCE
+    return x
+
+
+def dense(moe: Any, dtype: torch.dtype) -> list[nn.Module]:
+    """All experts of the group in fp32, by weights as they are after a cast to ``dtype``."""
     experts = []
     for e in range(moe.num_experts):
         twin = copy.deepcopy(moe.deepspeed_moe.experts.deepspeed_experts[0])
         fill(twin.float(), e)
-        experts.append(twin.to(x.dtype).float())
+        experts.append(twin.to(dtype).float())
+    return experts
+
+
+def oracle(moe: Any, x: Tensor, experts: Sequence[nn.Module] | None = None) -> Tensor:
+    """This rank's output in fp32; ``experts`` of :func:`dense` save their making."""
+    experts = experts or dense(moe, x.dtype)
     flat = x.reshape(-1, x.shape[-1])
     with torch.no_grad():
         return reference.moe(flat.float(), own_routing(moe, x), experts).reshape(x.shape)
+
+
+def last_consumers(moe: Any) -> int:
+    """SMs that moved rows in the layer's last call on this rank. Waits for the device."""
+    ds_tilemoe.check(moe)
+    return moe.deepspeed_moe._tile.stats.choice.num_consumer_ctas
 
 
 def agree(problem: str) -> None:
@@ -83,13 +111,13 @@ def together(check: Callable[[], None]) -> None:
     agree(problem)
 
 
-def assert_right(moe: Any, x: Tensor) -> Tensor:
+def assert_right(moe: Any, x: Tensor, experts: Sequence[nn.Module] | None = None) -> Tensor:
     """This rank's output, compared with the oracle."""
     outputs = []
 
     def compare() -> None:
         outputs.append(run(moe, x)[0])
-        problem = difference(outputs[0], oracle(moe, x), x.dtype)
+        problem = difference(outputs[0], oracle(moe, x, experts), x.dtype)
         assert not problem, problem
 
     together(compare)
@@ -117,10 +145,16 @@ def difference(y: Tensor, want: Tensor, dtype: torch.dtype, tolerance: float | N
     return "" if worst <= limit else f"token {at} of {len(error.flatten())} is off by {worst:.2e}"
 
 
-def gpu_rank_tests(source: str, timeout_s: float = 90, case_timeout_s: float = 30) -> Any:
+def gpu_rank_tests(
+    source: str,
+    timeout_s: float = 90,
+    case_timeout_s: float = 30,
+    env: Mapping[str, str] | None = None,
+) -> Any:
     """As ``rank_tests``, on WORLD GPUs; skipped where there are fewer."""
     limits = {"timeout_s": timeout_s, "case_timeout_s": case_timeout_s}
-    tests = rank_tests(source, world=WORLD, **limits, env={"DS_ACCELERATOR": "cuda"})
+    env = {"DS_ACCELERATOR": "cuda", **(env or {})}
+    tests = rank_tests(source, world=WORLD, **limits, env=env)
     skip = pytest.mark.skipif(
         torch.cuda.device_count() < WORLD,
         reason=f"needs {WORLD} CUDA GPUs, and torch sees {torch.cuda.device_count()}",

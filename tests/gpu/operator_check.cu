@@ -3,15 +3,16 @@
 // Exit code 0 means that all checks passed.
 //   operator_check [SEED [PART [ITERATIONS]]]
 //   PART: all (default) | stress | large | records | splits | failures | small (for
-//   compute-sanitizer) | serial (for CUDA_LAUNCH_BLOCKING=1 and CUDA_DEVICE_MAX_CONNECTIONS=1) |
-//   faults (for builds with FAULT=)
+//   compute-sanitizer) | serial (for CUDA_LAUNCH_BLOCKING=1 and CUDA_DEVICE_MAX_CONNECTIONS=1)
+//   operator_check SEED faults [SECONDS]: ends with 1 if a fault shows (for builds with FAULT=)
 //   operator_check SEED processes [CALLS [LIMIT_S]]: each rank a process, also two on one GPU
 //   operator_check SEED 1440 [FRACTION [fp16]]: the check matrix, or a random part of it
 // A rank that stands still is looked at before its deadline (operator_watch.cuh); with
 // CUDA_MODULE_LOADING=LAZY or another CUDA_DEVICE_MAX_CONNECTIONS one can see which of them
 // matters.
-#include <cmath>
-
+#include "hunt.cuh"
+#include "operator_checked.cuh"
+#include "operator_failures.cuh"
 #include "operator_matrix.cuh"
 #include "operator_process.cuh"
 #include "operator_watch.cuh"
@@ -19,98 +20,6 @@
 namespace {
 
 using namespace harness;
-
-int failures = 0;
-
-void report(bool passed, const std::string& text) {
-  std::printf("%s: %s\n", text.c_str(), passed ? "ok" : "FAILED");
-  std::fflush(stdout);
-  failures += !passed;
-}
-
-template <class E>
-struct Checked {
-  Group group;
-
-  explicit Checked(const Shape& shape, const Link* link = nullptr) : group(shape, link) {
-    for (Rank& rank : group.ranks()) fill_weights_of<E>(rank, shape);
-  }
-
-  void fill(Rank& rank) { fill_rows_of<E>(rank, group.shape(), 0); }
-  void check(Rank& rank, const Routing& routing, int token_step, int column_step) {
-    verify_y<E>(rank, group.shape(), routing, token_step, column_step, 0);
-  }
-  void call(Rank& rank, const Routing& routing, Mover mover, int ctas, int token_step = 1,
-            int column_step = 1) {
-    ++*rank.calls;
-    *rank.at = "poison";
-    group.poison(rank);
-    rank.reach(kPoisoned);
-    *rank.at = "exchange";
-    group.launch_exchange(rank, routing, ctas);
-    rank.reach(kExchanged);
-    *rank.at = "fill";
-    fill(rank);
-    rank.reach(kFilled);
-    *rank.at = "combine";
-    group.launch_combine(rank, routing, mover, ctas);
-    rank.reach(kCombined);
-    *rank.at = "check";
-    check(rank, routing, token_step, column_step);
-    rank.reach(kChecked);
-    CHECK_CUDA(cudaGetLastError());
-    *rank.at = "next";
-  }
-  void wait(Rank& rank) {
-    *rank.at = "wait";
-    CHECK_CUDA(cudaStreamSynchronize(rank.main));
-  }
-  // Elements that were wrong since the last look; says where.
-  unsigned long long wrong(const std::string& name) {
-    unsigned long long sum = 0;
-    for (Rank& rank : group.ranks()) {
-      rank.use();
-      CHECK_CUDA(cudaDeviceSynchronize());
-      Verdict v;
-      CHECK_CUDA(cudaMemcpy(&v, rank.verdict, sizeof(v), cudaMemcpyDeviceToHost));
-      CHECK_CUDA(cudaMemset(rank.verdict, 0, sizeof(v)));
-      sum += v.wrong;
-      if (v.wrong != 0) {
-        std::printf("  %s: rank %d: %llu wrong, first in call %llu token %d column %d\n",
-                    name.c_str(), rank.rank, v.wrong, v.first_epoch, v.first_token, v.first_column);
-      }
-      if (rank.error->outcome != Outcome::ok) {
-        std::printf("  %s: rank %d: %s\n", name.c_str(), rank.rank, text(*rank.error).c_str());
-        ++sum;
-      }
-    }
-    return sum;
-  }
-};
-
-std::vector<Routing> many_routings(const Shape& shape, int count, std::mt19937_64& random) {
-  std::vector<Routing> result;
-  std::uniform_real_distribution<double> uniform(0.0, 1.0);
-  for (int i = 0; i < count; ++i) {
-    const int tokens = i % 6 == 5 ? 0 : 1 + static_cast<int>(random() % shape.max_tokens);
-    std::vector<double> shares;
-    if (i % 4 == 1) shares = skew(shape, random() % shape.world, std::min(1.6, 0.95 * shape.world));
-    if (i % 4 == 2) shares = skew(shape, random() % shape.world, std::min(2.6, 0.95 * shape.world));
-    if (i % 4 == 3) {
-      shares.resize(shape.experts());
-      for (double& share : shares) share = uniform(random) < 0.4 ? 1e-3 : uniform(random);
-    }
-    const double dropped = i % 5 == 0 ? 0.3 : i % 17 == 7 ? 1.0 : 0.0;
-    result.push_back(make_routing(shape, tokens, shares, dropped, random));
-  }
-  return result;
-}
-
-void free_routings(std::vector<std::vector<Routing>>& sets) {
-  for (auto& set : sets) {
-    for (Routing& r : set) free_routing(r);
-  }
-}
 
 // Changing routing, split and mover in every call, each rank its own; sleeps in half of the calls.
 // True if every row and every record is right. `link`: this process has one rank.
@@ -221,6 +130,63 @@ void one_ahead(int calls, uint64_t seed) {
   free_routings(routings);
 }
 
+// Calls in which a fault is most likely to show: a call ahead of a slow peer, and tiles of which
+// each is a band, so that rows are shipped the moment they are flagged, in small chunks. At full
+// speed and, in a third of a rank's calls, with sleeps in every role. Returns at the first call
+// that is wrong.
+void find_faults(double seconds, uint64_t seed) {
+  if (gpus() < 2) {
+    std::fprintf(stderr, "faults: got %d GPU; wanted two or more, for rows of peers\n", gpus());
+    std::exit(2);
+  }
+  one_ahead(100, seed);
+  if (failures > 0) return;
+  const int world = std::min(4, gpus());
+  const ProducerKind n128{Dtype::bfloat16, 128, 0};
+  const std::pair<const char*, Shape> cases[] = {
+      {"a tile a band", {world, 8, 2, 128, 64, 2000, n128}},
+      {"four tiles a band", {world, 8, 2, 512, 128, 1000, n128}}};
+  const int splits[] = {0, 1, 2, 3, 7, 8, 16, 64, 131};
+  for (const auto& item : cases) {
+    const char* const name = item.first;
+    Shape shape = item.second;
+    shape.chunk_bytes = 8 << 10;
+    Checked<__nv_bfloat16> checked(shape);
+    Group& group = checked.group;
+    std::vector<std::vector<Routing>> routings(world);
+    std::vector<std::mt19937_64> own;
+    for (Rank& rank : group.ranks()) {
+      rank.use();
+      std::mt19937_64 random(seed * 131 + rank.rank);
+      routings[rank.rank] = many_routings(shape, 24, random);
+      own.emplace_back(seed * 97 + rank.rank);
+      Group::change_view(rank, [](RankView& view) { view.wait_timeout_ns = kHuntTimeoutNs; });
+      rank.exchange.group_timeout_ns = kHuntTimeoutNs;
+    }
+    const int count = hunt(
+        group, seconds / std::size(cases),
+        [&](Rank& rank, int) {
+          std::mt19937_64& draw = own[rank.rank];
+          const std::vector<Routing>& all = routings[rank.rank];
+          const int ctas = splits[draw() % 9];
+          Mover mover = Mover::sm;
+          if (draw() % 8 == 0) {
+            mover = ctas > 0 && draw() % 2 == 0 ? Mover::sequential : Mover::none;
+          }
+          const uint32_t delay = draw() % 3 == 0 ? 2000u << draw() % 5 : 0u;
+          Group::change_view(rank, [&](RankView& view) { view.random_delay_ns = delay; });
+          // A column of each vector of 16 bytes that a consumer stores.
+          checked.call(rank, all[draw() % all.size()], mover, ctas, 1, 8);
+        },
+        [&](Rank& rank) { return checked.suspects(rank); });
+    const auto wrong = checked.wrong(name);
+    free_routings(routings);
+    report(wrong == 0, std::string("faults: ") + name + ", world " + std::to_string(world) + ", " +
+                           std::to_string(count) + " calls, " + std::to_string(wrong) + " wrong");
+    if (wrong != 0) return;
+  }
+}
+
 // Every split on a large shape; a sample of tokens and columns.
 template <class E>
 void large(const Shape& shape, uint64_t seed, const char* name) {
@@ -256,12 +222,6 @@ void large(const Shape& shape, uint64_t seed, const char* name) {
 __global__ void hog(long long ns) {
   const uint64_t start = now_ns();
   while (now_ns() - start < static_cast<uint64_t>(ns)) __nanosleep(1000);
-}
-
-bool all_nan(const Rank& rank, const Shape& shape, int tokens) {
-  std::vector<uint16_t> y(size_t(tokens) * shape.n);
-  CHECK_CUDA(cudaMemcpy(y.data(), rank.y, y.size() * 2, cudaMemcpyDeviceToHost));
-  return std::all_of(y.begin(), y.end(), [](uint16_t v) { return (v & 0x7fff) > 0x7f80; });
 }
 
 void hogs_and_graphs(uint64_t seed) {
@@ -480,181 +440,6 @@ void splits_of_a_graph(uint64_t seed) {
   free_routings(routings);
 }
 
-// What ends a call badly, and that the next call on a new heap is right. Needs two GPUs.
-void failure_cases(uint64_t seed) {
-  if (gpus() < 2) {
-    std::printf("failure cases: skipped, they need two GPUs\n");
-    return;
-  }
-  Shape shape{2, 4, 2, 512, 128, 256};
-  shape.chunk_bytes = 8 << 10;
-  std::mt19937_64 random(seed);
-  Checked<__nv_bfloat16> checked(shape);
-  Group& group = checked.group;
-  std::vector<std::vector<Routing>> routings(2);
-  for (int r = 0; r < 2; ++r) {
-    group[r].use();
-    routings[r].push_back(make_routing(shape, shape.max_tokens, {}, 0.0, random));
-  }
-  const auto routing = [&](const Rank& rank) -> const Routing& { return routings[rank.rank][0]; };
-  const auto timeouts = [&](int64_t ns) {
-    for (int r = 0; r < 2; ++r) {
-      Group::change_view(group[r], [&](RankView& view) { view.wait_timeout_ns = ns; });
-      group[r].exchange.group_timeout_ns = ns;
-    }
-  };
-  const auto good_call = [&](const std::string& after) {
-    timeouts(20'000'000'000);
-    group.each([&](Rank& rank) {
-      checked.call(rank, routing(rank), Mover::sm, 4);
-      CHECK_CUDA(cudaStreamSynchronize(rank.main));
-    });
-    report(checked.wrong(after) == 0, "a call after " + after);
-  };
-  const auto expect = [&](const std::string& name, Outcome outcome, Wait wait, int rank, int peer) {
-    bool good = true;
-    for (int r = 0; r < 2; ++r) {
-      group[r].use();
-      CHECK_CUDA(cudaDeviceSynchronize());
-      const ErrorRecord e = *group[r].error;
-      const bool mine = e.outcome == outcome && e.wait == wait && (rank < 0 || e.rank == rank) &&
-                        e.peer == peer && all_nan(group[r], shape, shape.max_tokens);
-      if (!mine) {
-        std::printf("  rank %d: %s, nan %d\n", r, text(e).c_str(),
-                    int(all_nan(group[r], shape, shape.max_tokens)));
-      }
-      good = good && mine;
-      *group[r].error = {};
-    }
-    report(good, name);
-    group[0].use();
-  };
-  const auto full_call = [&](Rank& rank) {
-    group.launch_exchange(rank, routing(rank), 4);
-    checked.fill(rank);
-    group.launch_combine(rank, routing(rank), Mover::sm, 4);
-  };
-  good_call("start");
-
-  // The heap stays usable.
-  group.each([&](Rank& rank) {
-    rank.exchange.status = rank.rank == 1 ? 1 : 0;
-    full_call(rank);
-    rank.exchange.status = 0;
-  });
-  expect("a rank without routing", Outcome::rank_failure, Wait::none, -1, 1);
-  good_call("a rank without routing");
-  group.each([&](Rank& rank) {
-    if (rank.rank == 1) rank.exchange.layer = 8;
-    full_call(rank);
-    rank.exchange.layer = 7;
-  });
-  expect("ranks in different layers", Outcome::layer_mismatch, Wait::none, -1, 1);
-  group.each([&](Rank& rank) {
-    ExchangeParams p = rank.exchange;
-    p.own_counts = routing(rank).counts_d;
-    p.tokens = rank.rank == 0 ? shape.max_tokens + 1 : 3;
-    CHECK_CUDA(tilemoe_exchange_launch(&p, rank.main));
-    group.launch_combine(rank, routing(rank), Mover::sm, 4);
-  });
-  expect("too many tokens", Outcome::capacity, Wait::none, -1, 0);
-  good_call("too many tokens");
-
-  // The heap is failed: a new one is made.
-  const int64_t short_ns = 30'000'000;
-  timeouts(short_ns);
-  full_call(group[0]);
-  CHECK_CUDA(cudaStreamSynchronize(group[0].main));
-  group[1].use();
-  full_call(group[1]);
-  expect("a rank that does not come", Outcome::deadline, Wait::counts, 0, 1);
-  group.each([&](Rank& rank) { full_call(rank); });
-  expect("a call on a failed heap", Outcome::deadline, Wait::counts, 0, 1);
-  group.reset();
-  good_call("a rank that does not come");
-
-  timeouts(short_ns);
-  group.each([&](Rank& rank) {
-    group.launch_exchange(rank, routing(rank), 4);
-    checked.fill(rank);
-    if (rank.rank == 0) {  // no producer: its consumer waits in vain
-      CHECK_CUDA(tilemoe_consumer_launch(&rank.combine.producer.ship, 3, rank.main));
-      const CombineParams p = group.combine_params(rank, routing(rank), Mover::sm, 4);
-      CHECK_CUDA(tilemoe_scale_launch(&p.scale, rank.main));
-    } else {
-      Group::change_view(rank, [&](RankView& view) { view.wait_timeout_ns = 100 * short_ns; });
-      group.launch_combine(rank, routing(rank), Mover::sm, 4);
-    }
-  });
-  expect("a band that does not come", Outcome::deadline, Wait::band, 0, 0);
-  group.reset();
-  good_call("a band that does not come");
-
-  timeouts(short_ns);
-  group.each([&](Rank& rank) {
-    group.launch_exchange(rank, routing(rank), 4);
-    checked.fill(rank);
-    if (rank.rank == 0) {
-      group.launch_combine(rank, routing(rank), Mover::sm, 4);
-    } else {  // sends nothing and waits longer than rank 0
-      Group::change_view(rank, [&](RankView& view) { view.wait_timeout_ns = 100 * short_ns; });
-      const CombineParams p = group.combine_params(rank, routing(rank), Mover::sm, 4);
-      CHECK_CUDA(cudaMemsetAsync(rank.block + rank.view.offsets.arrivals, 0xff, 2 * 2 * kLineBytes,
-                                 rank.main));
-      CHECK_CUDA(tilemoe_scale_launch(&p.scale, rank.main));
-    }
-  });
-  expect("rows that do not come", Outcome::deadline, Wait::arrivals, 0, 1);
-  group.reset();
-  good_call("rows that do not come");
-
-  // Rank 1 ends the call from its host: nobody waits for the deadline.
-  const auto start = std::chrono::steady_clock::now();
-  group.each([&](Rank& rank) {
-    group.launch_exchange(rank, routing(rank), 4);
-    checked.fill(rank);
-    if (rank.rank == 1) {
-      CHECK_CUDA(cudaStreamSynchronize(rank.main));  // so rank 0 has its counts and goes on
-      const ErrorRecord record{Outcome::host_failure, Wait::none, 1, 1, -1, 0, 0, 0};
-      CHECK_CUDA(tilemoe_fail_group(&rank.view, &record, rank.probe));
-      const CombineParams p = group.combine_params(rank, routing(rank), Mover::sm, 4);
-      CHECK_CUDA(tilemoe_scale_launch(&p.scale, rank.main));
-    } else {
-      group.launch_combine(rank, routing(rank), Mover::sm, 4);
-    }
-  });
-  expect("a host that fails between two launches", Outcome::host_failure, Wait::none, 1, 1);
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  report(took.count() < 5.0, "no wait for a deadline of 20 s: " + std::to_string(took.count()));
-  group.reset();
-  good_call("a host that fails between two launches");
-
-  // As a rank whose GEMM 1 has waited in vain: it fails the group and goes on, with wrong rows.
-  for (Mover mover : {Mover::sm, Mover::none, Mover::sequential}) {
-    group.each([&](Rank& rank) {
-      group.launch_exchange(rank, routing(rank), 4);
-      checked.fill(rank);
-      if (rank.rank == 1) {
-        const ErrorRecord record{Outcome::deadline, Wait::dispatch, 1, 0, 3, 0, 128, 0};
-        CHECK_CUDA(tilemoe_fail_group(&rank.view, &record, rank.main));
-      }
-      group.launch_combine(rank, routing(rank), mover, 4);
-    });
-    expect("rows made of what GEMM 1 did not get", Outcome::deadline, Wait::dispatch, 1, 0);
-    group.reset();
-  }
-  good_call("rows made of what GEMM 1 did not get");
-
-  const int32_t chunks = group[0].exchange.plan.capacity.chunks;
-  group[0].exchange.plan.capacity.chunks = 1;
-  group.each([&](Rank& rank) { full_call(rank); });
-  expect("a plan that does not fit", Outcome::plan_overflow, Wait::none, 0, 0);
-  group[0].exchange.plan.capacity.chunks = chunks;
-  group.reset();
-  good_call("a plan that does not fit");
-  free_routings(routings);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -680,6 +465,10 @@ int main(int argc, char** argv) {
                ? 0
                : 1;
   }
+  if (part == "faults") {
+    find_faults(argc > 3 ? std::atof(argv[3]) : 5.0, seed);
+    return failures == 0 ? 0 : 1;
+  }
   const ProducerKind n128{Dtype::bfloat16, 128, 0}, n128h{Dtype::float16, 128, 0};
   const ProducerKind n256{Dtype::bfloat16, 256, 0}, n256h{Dtype::float16, 256, 0};
   if (part == "small" || part == "serial") {
@@ -690,7 +479,7 @@ int main(int argc, char** argv) {
       stress<__nv_bfloat16>(shape, iterations, seed + world, "small", part == "serial");
     }
   }
-  if (part == "all" || part == "faults") {
+  if (part == "all") {
     Shape shape{2, 8, 2, 1024, 512, 2000, n128};
     shape.chunk_bytes = 16 << 10;
     stress<__nv_bfloat16>(shape, iterations, seed + 50, "full speed", false);

@@ -26,7 +26,7 @@ from ds_tilemoe.op_builder import CUDATileMoEBuilder
 from ds_tilemoe.router_rules import find_ties, rule_of
 from ds_tilemoe.routing import route
 
-SHAPES = [(8192, 64, 2), (4096, 128, 8), (4096, 256, 8), (64, 128, 8), (1, 128, 8)]
+SHAPES = [(8192, 64, 2), (4096, 128, 8), (4096, 256, 8), (64, 128, 8), (16, 128, 8), (1, 128, 8)]
 RUNS, CALLS = 100, 20
 
 

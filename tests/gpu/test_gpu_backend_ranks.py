@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
+from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from gpu_models import (
     EXPERTS,
     FFN,
@@ -17,18 +17,20 @@ from gpu_models import (
     assert_equal,
     assert_right,
     built,
+    difference,
     gpu_rank_tests,
     make,
     oracle,
     rows,
     swap,
+    together,
 )
 from moe_models import make_moe, own_routing, raised, run, same_everywhere
 from torch import Tensor, nn
 
 import ds_tilemoe
 from ds_tilemoe import reference
-from ds_tilemoe.errors import BuildError, DeadlineError, UnsupportedLayerError
+from ds_tilemoe.errors import ConfigError, DeadlineError, UnsupportedLayerError
 from ds_tilemoe.layers.native import TileMOELayer
 from ds_tilemoe.testing import RankContext, case
 
@@ -78,7 +80,8 @@ def experts_and_ranks_without_rows(ctx: RankContext) -> None:
             moe.deepspeed_moe.gate.wg.weight[:, 0] = torch.tensor(column)
         x = rows(333, HIDDEN)
         x[:, 0] = 50.0
-        assert set(own_routing(moe, x).expert_ids.unique().tolist()) <= wanted
+        found = set(own_routing(moe, x).expert_ids.unique().tolist())
+        agree("" if found <= wanted else f"got rows of experts {found}, wanted {wanted}")
         assert_right(moe, x)
 
 
@@ -91,10 +94,11 @@ def dropping(ctx: RankContext) -> None:
             x = rows(count[ctx.rank % 2], HIDDEN, seed=seed)
             y, want = run(moe, x)[0].float(), oracle(moe, x)
             limit = 2e-2 * max([1.0, *want.abs().flatten().tolist()])
-            assert ((y - want).abs() <= limit).all()
-            if len(x):
-                lost = (own_routing(moe, x).expert_ids < 0).all(dim=1)
-                assert (y[lost] == 0).all()
+            lost = (own_routing(moe, x).expert_ids < 0).all(dim=1)
+            # NaN is off, too.
+            off = int((~((y - want).abs() <= limit)).sum())
+            kept = int((y[lost] != 0).sum())
+            agree(f"k {k}: {off} numbers are off, {kept} of lost tokens" if off or kept else "")
 
 
 @case
@@ -119,7 +123,8 @@ def large(ctx: RankContext) -> None:
         moe = swap(make(kind, hidden=2048, ffn=2048, experts=16))
         x = rows(4096, 2048)
         first = assert_right(moe, x)
-        assert all(torch.equal(run(moe, x)[0], first) for _ in range(20))
+        for turn in range(20):
+            assert_equal(run(moe, x)[0], first, f"{kind}, run {turn}")
 
 
 @case
@@ -130,12 +135,12 @@ def weights_that_move(ctx: RankContext) -> None:
     for expert in moe.deepspeed_moe.experts.deepspeed_experts:
         for linear in (expert[0], expert[2]):
             linear.weight.data = linear.weight.data.clone()
-    assert torch.equal(run(moe, x)[0], want)
+    assert_equal(run(moe, x)[0], want, "elsewhere")
     with torch.no_grad():
         for expert in moe.deepspeed_moe.experts.deepspeed_experts:
             expert[2].weight.mul_(2)
             expert[2].bias.mul_(2)
-    assert torch.equal(run(moe, x)[0], 2 * want)
+    assert_equal(run(moe, x)[0], 2 * want, "other numbers")
 
 
 @case
@@ -158,11 +163,15 @@ def restored(ctx: RankContext) -> None:
     want = run(moe, x)
     swap(moe)
     got = run(moe, x)
-    assert torch.allclose(got[1].float(), want[1].float(), rtol=1e-5), "l_aux"
-    assert torch.equal(got[2], want[2]), "exp_counts"
-    assert (got[0] - want[0]).float().norm() <= 1.2e-2 * want[0].float().norm()
+    distance = float((got[0] - want[0]).float().norm() / want[0].float().norm())
+    problem = "" if distance <= 1.2e-2 else f"off by {distance:.2e}"
+    if not torch.allclose(got[1].float(), want[1].float(), rtol=1e-5):
+        problem += f" l_aux {got[1].item()}, wanted {want[1].item()}"
+    if not torch.equal(got[2], want[2]):
+        problem += f" exp_counts {got[2].tolist()}, wanted {want[2].tolist()}"
+    agree(problem)
     assert ds_tilemoe.restore(moe) == 1
-    assert torch.equal(run(moe, x)[0], want[0])
+    assert_equal(run(moe, x)[0], want[0], "DeepSpeed's own")
 
 
 class Model(nn.Module):
@@ -192,12 +201,22 @@ def through_initialize(ctx: RankContext) -> None:
     report = ds_tilemoe.apply(engine)
     assert report.swapped == ("first.deepspeed_moe", "second.deepspeed_moe"), str(report)
     assert ds_tilemoe.apply(engine).swapped == report.swapped
+    # Layer by layer: another rounding in front of a gate may change a route.
+    layers = {"first": engine.module.first, "second": engine.module.second}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def look(name: str) -> Any:
+        return lambda _, args, out: seen.update({name: (args[0], out[0])})
+
+    hooks = [moe.register_forward_hook(look(name)) for name, moe in layers.items()]
     got = run(engine, x)
-    assert (got - want).float().norm() <= 1.2e-2 * want.float().norm()
+    for hook in hooks:
+        hook.remove()
+    ds_tilemoe.check(engine)  # no call is left that would count later
     ds_tilemoe.stats.reset()
-    assert torch.equal(run(engine, x), got)
+    assert_equal(run(engine, x), got, "a second call")
     with ds_tilemoe.measure_combine_alone(engine):
-        assert torch.equal(run(engine, x), got)
+        assert_equal(run(engine, x), got, "a measured call")
     ds_tilemoe.check(engine)
     records = {record["layer"]: record for record in ds_tilemoe.stats.layers()}
     for name in report.swapped:
@@ -209,7 +228,10 @@ def through_initialize(ctx: RankContext) -> None:
     assert {"backend": "cuda", "tile_m": 128, "num_dispatch_ctas": 4}.items() <= chosen.items()
     ds_tilemoe.load_config(chosen)
     assert ds_tilemoe.restore(engine) == 2
-    assert torch.equal(run(engine, x), want)
+    for name, moe in layers.items():
+        given, out = seen[name]
+        agree(difference(out, run(moe, given)[0], x.dtype, 1.6e-2))
+    assert_equal(run(engine, x), want, "restored")
 
 
 @case
@@ -230,31 +252,34 @@ def layers_that_stay_as_they_are(ctx: RankContext) -> None:
         ({"tile_n": 100}, "wanted 128 or 256"),
     ):
         error = raised(ds_tilemoe.apply, moe, block)
-        assert isinstance(error, BuildError), repr(error)
+        assert isinstance(error, ConfigError), repr(error)
         assert words in str(error)
 
 
 @case
 def one_rank_fails_in_its_own_front(ctx: RankContext) -> None:
-    """In torch, between two launches: its peers hear of it at once."""
+    """In torch, between two launches: its peers hear of it at once, long before the deadline."""
     expert = nn.Sequential(nn.Linear(HIDDEN, FFN), nn.Tanh(), nn.Linear(FFN, HIDDEN))
-    moe, x = swap(make(expert), wait_timeout_s=50), rows(50, HIDDEN)
+    moe, x = swap(make(expert), wait_timeout_s=15), rows(50, HIDDEN)
     want = assert_right(moe, x)
-    began = time.monotonic()
-    if ctx.rank == 1:
-        for cut in moe.deepspeed_moe._tile.experts:
-            cut.front = lambda rows: 1 / 0
-        assert isinstance(raised(run, moe, x), ZeroDivisionError)
-    else:
-        assert run(moe, x)[0].isnan().all()
-    wanted = "ZeroDivisionError" if ctx.rank == 1 else "rank 1 of the group raised an exception"
-    for error in (raised(ds_tilemoe.check, moe), raised(run, moe, x)):
-        assert isinstance(error, DeadlineError), repr(error)
-        assert wanted in str(error), str(error)
-    seconds = time.monotonic() - began
-    agree("" if seconds < 15 else f"it took {seconds:.0f} s")
-    dist.barrier()
-    swap(moe, wait_timeout_s=50)
+
+    def fail() -> None:
+        began = time.monotonic()
+        if ctx.rank == 1:
+            for cut in moe.deepspeed_moe._tile.experts:
+                cut.front = lambda rows: 1 / 0
+            assert isinstance(raised(run, moe, x), ZeroDivisionError)
+        else:
+            assert run(moe, x)[0].isnan().all()
+        wanted = "ZeroDivisionError" if ctx.rank == 1 else "rank 1 of the group raised an exception"
+        for error in (raised(ds_tilemoe.check, moe), raised(run, moe, x)):
+            assert isinstance(error, DeadlineError), repr(error)
+            assert wanted in str(error), str(error)
+        seconds = time.monotonic() - began
+        assert seconds < 10, f"it took {seconds:.0f} s"
+
+    together(fail)
+    swap(moe, wait_timeout_s=15)
     assert_equal(run(moe, x)[0], want, "on the new heap")
     ds_tilemoe.check(moe)
 
@@ -269,16 +294,20 @@ def a_peer_that_does_not_come(ctx: RankContext) -> None:
     real = library.tilemoe_producer_launch
     if ctx.rank == 1:  # sends its counts, and no rows
         library.tilemoe_producer_launch = lambda *arguments: 0
-    y = run(moe, x)[0]
-    library.tilemoe_producer_launch = real
-    began = time.monotonic()
-    error = raised(ds_tilemoe.check, moe)
-    assert isinstance(error, DeadlineError), repr(error)
-    assert "waited too long for" in str(error)
-    seconds = time.monotonic() - began
-    agree("" if seconds < 12 else f"it took {seconds:.0f} s")
-    assert y.isnan().all()
-    dist.barrier()
+
+    def fail() -> None:
+        began = time.monotonic()
+        y = run(moe, x)[0]
+        library.tilemoe_producer_launch = real
+        error = raised(ds_tilemoe.check, moe)
+        seconds = time.monotonic() - began
+        assert isinstance(error, DeadlineError), repr(error)
+        assert "waited too long for" in str(error)
+        assert y.isnan().all()
+        # All ranks within one more timeout, and what the hosts take.
+        assert seconds < 8, f"it took {seconds:.0f} s"
+
+    together(fail)
     swap(moe, wait_timeout_s=2)
     assert_equal(run(moe, x)[0], want, "on the new heap")
 
@@ -292,4 +321,4 @@ def nvshmem_ends(ctx: RankContext) -> None:
     transport.start(CUDATileMoEBuilder().load()).close()
 
 
-test_ranks = gpu_rank_tests(__file__, timeout_s=200, case_timeout_s=60)
+test_ranks = gpu_rank_tests(__file__, timeout_s=140, case_timeout_s=40)

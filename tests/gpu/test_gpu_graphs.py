@@ -17,12 +17,13 @@ from gpu_models import (
     make,
     rows,
     swap,
+    together,
 )
 from moe_models import raised, run, same_everywhere
 from torch import Tensor
 
 import ds_tilemoe
-from ds_tilemoe.errors import CapacityError, TileMoEError
+from ds_tilemoe.errors import CapacityError, DeadlineError, RankFailure, TileMoEError
 from ds_tilemoe.testing import RankContext, case
 
 __all__ = ["built"]
@@ -146,6 +147,42 @@ def a_heap_with_graphs_does_not_grow(ctx: RankContext) -> None:
     assert "a CUDA graph has been captured with it" in same_everywhere(str(error))
     assert "max_tokens_per_rank" in str(error)
     graph.assert_right(3)
+
+
+@case
+def a_rank_fails_while_others_replay(ctx: RankContext) -> None:
+    """Heard behind the replay, the heap and its graph stay usable. With replays queued behind the
+    failed one, to which the failed rank does not come, the device ends them at once."""
+    moe = swap(make())
+    graph, x = Graph([moe], 16), rows(16, HIDDEN, seed=2)
+    want = graph(x)
+
+    def fail(replays: int) -> None:
+        began = time.monotonic()
+        if ctx.rank == 1:
+            assert "wanted its hidden size" in str(raised(run, moe, x[:, :-8]))
+            return
+        torch.cuda._sleep(200_000_000)
+        results = [graph(x) for _ in range(replays)]
+        assert results[-1].cpu().isnan().all()
+        error = raised(ds_tilemoe.check, moe)
+        seconds = time.monotonic() - began
+        assert isinstance(error, RankFailure), repr(error)
+        assert "rank 1 of the group failed in its routing" in str(error), str(error)
+        assert ("the group has failed" in str(error)) == (replays > 1), str(error)
+        assert seconds < 8, f"it took {seconds:.0f} s"
+
+    together(lambda: fail(1))
+    assert_equal(graph(x), want, "the replay behind it")
+    together(lambda: fail(3))
+    together(lambda: _assert_failed(moe, x))
+    swap(moe)
+    assert_equal(run(moe, x)[0], want, "on the new heap")
+
+
+def _assert_failed(moe: Any, x: Tensor) -> None:
+    for error in (raised(ds_tilemoe.check, moe), raised(run, moe, x)):
+        assert isinstance(error, DeadlineError), repr(error)
 
 
 @case

@@ -263,6 +263,43 @@ def one_rank_fails_in_its_gate(ctx: RankContext) -> None:
     assert_equal(run(moe, x)[0], want, "the call behind it")
 
 
+@case(look=["copy", "check"])
+def one_rank_fails_and_the_others_had_run_ahead(ctx: RankContext, look: str) -> None:
+    """They have queued calls to which the failed rank does not come, and their hosts are in a copy
+    behind these, or wait: their devices end the calls, long before the group's timeout."""
+    moe, x = swap(make()), rows(50, HIDDEN)
+    want = assert_right(moe, x)
+
+    def fail() -> None:
+        began = time.monotonic()
+        if ctx.rank == 1:
+            assert "wanted its hidden size" in str(raised(run, moe, x[:, :-8]))
+            return
+        torch.cuda._sleep(200_000_000)  # so that nothing can be heard while the host runs ahead
+        results = [run(moe, x)[0] for _ in range(3)]
+        if look == "copy":
+            assert results[-1].cpu().isnan().all()
+        error = raised(ds_tilemoe.check, moe)
+        seconds = time.monotonic() - began
+        assert isinstance(error, RankFailure), repr(error)
+        assert "rank 1 of the group failed in its routing" in str(error), str(error)
+        assert "the group has failed" in str(error), str(error)
+        assert seconds < 8, f"it took {seconds:.0f} s"
+
+    together(fail)
+
+    def hear() -> None:
+        wanted = "heard too late" if ctx.rank == 1 else "failed in its routing"
+        for error in (raised(ds_tilemoe.check, moe), raised(run, moe, x)):
+            assert isinstance(error, DeadlineError), repr(error)
+            assert wanted in str(error), str(error)
+
+    together(hear)
+    swap(moe)
+    assert_equal(run(moe, x)[0], want, "on the new heap")
+    ds_tilemoe.check(moe)
+
+
 @case(launch=["tilemoe_exchange_launch", "tilemoe_producer_launch", "tilemoe_combine_launch"])
 def one_rank_fails_between_launches(ctx: RankContext, launch: str) -> None:
     """Its peers end at once, long before any deadline; a new heap is right again."""

@@ -244,6 +244,38 @@ def test_graph_replays_with_new_logits(
 
 
 @pytest.mark.parametrize(
+    ("tokens", "hidden", "experts", "k"),
+    [(0, 64, 8, 2), (1, 4096, 128, 8), (300, 72, 33, 1), (2000, 8192, 64, 2), (4096, 7168, 256, 8)],
+)
+def test_logits_on_tensor_cores(tokens: int, hidden: int, experts: int, k: int) -> None:
+    """``bf16x3``: as near to the exact product as DeepSpeed's fp32 call is, but for a small factor,
+    and the routes of the exact one wherever its logits are not nearly equal."""
+    device = torch.device("cuda", 0)
+    router = FusedRouter(CUDATileMoEBuilder().load(), device, bf16x3=True)
+    torch.manual_seed(tokens)
+    gate = Case(tokens, experts, k, False).gate("cuda")
+    gate.wg = torch.nn.Linear(hidden, experts, bias=False, device=device).requires_grad_(False)
+    weight = gate.wg.weight.normal_(0, hidden**-0.5)
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    exact = x.double() @ weight.double().t()
+    made = router._split_logits(x, weight, None)
+    assert made.shape == (tokens, 3, experts)
+    if not tokens:
+        assert router.route(gate, x).counts.sum() == 0
+        return
+    error = (made.flip(1).sum(dim=1).double() - exact).abs().max().item()
+    theirs = (torch.nn.functional.linear(x.float(), weight).double() - exact).abs().max().item()
+    print(f"largest error of a logit: {error:.1e}; of F.linear in fp32: {theirs:.1e}")
+    assert error <= 1e-5 * exact.abs().max().item()
+    top = exact.topk(min(k + 1, experts), dim=1)
+    gaps = (top.values[:, :-1] - top.values[:, 1:]).min(dim=1).values
+    clear = gaps > 4 * error
+    assert clear.float().mean() > 0.95
+    ours = router.route(gate, x).expert_ids
+    assert torch.equal(ours[clear].long(), top.indices[clear, :k])
+
+
+@pytest.mark.parametrize(
     ("tokens", "experts", "topk"),
     [(0, 8, 2), (1, 8, 1), (64, 128, 8), (65, 7, 3), (5000, 60, 16), (40000, 1024, 4)],
 )

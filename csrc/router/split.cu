@@ -1,0 +1,47 @@
+// The gate's weights as three bf16 matrices whose sum they are, to 24 bits: so that tensor cores
+// can make logits of bf16 tokens with fp32's accuracy. Each product is exact in fp32.
+#include <cuda_bf16.h>
+
+#include <algorithm>
+
+#include "split.h"
+
+namespace tilemoe::router {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxCtas = 1024;
+
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const float* __restrict__ weights, __nv_bfloat16* parts, int64_t count) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    float rest = weights[i];
+#pragma unroll
+    for (int part = 0; part < kLogitParts; ++part) {
+      const __nv_bfloat16 rounded = __float2bfloat16_rn(rest);
+      parts[part * count + i] = rounded;
+      // Exact: both have the same last bit or a higher one. An infinity has no rest.
+      const float taken = __bfloat162float(rounded);
+      rest = isinf(taken) ? 0.0f : rest - taken;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tilemoe::router
+
+cudaError_t tilemoe_split_load() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, tilemoe::router::split_kernel);
+}
+
+cudaError_t tilemoe_split_launch(const float* weights, void* parts, int64_t count,
+                                 cudaStream_t stream) {
+  using namespace tilemoe::router;
+  if (weights == nullptr || parts == nullptr || count < 1) return cudaErrorInvalidValue;
+  const int64_t ctas = std::min<int64_t>((count + kThreads - 1) / kThreads, kMaxCtas);
+  split_kernel<<<static_cast<int>(ctas), kThreads, 0, stream>>>(
+      weights, static_cast<__nv_bfloat16*>(parts), count);
+  return cudaGetLastError();
+}

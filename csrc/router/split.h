@@ -1,0 +1,22 @@
+// C ABI: a gate's fp32 weights for tensor cores.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace tilemoe::router {
+
+constexpr int32_t kLogitParts = 3;  // bf16 numbers that hold the 24 bits of a float
+
+}  // namespace tilemoe::router
+
+extern "C" {
+
+// Loads the kernel of the current device: once, at start-up.
+cudaError_t tilemoe_split_load();
+
+// parts: [3, count] bf16; the largest part first.
+cudaError_t tilemoe_split_launch(const float* weights, void* parts, int64_t count,
+                                 cudaStream_t stream);
+}

@@ -1,0 +1,111 @@
+// How a copy engine would bring a rank's rows back to their owners: which copies, and the bands
+// that each waits for. Host only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "planner/planner.h"
+
+namespace harness {
+
+// Rows that lie side by side in GEMM 2's output and in their owner's receive room.
+struct RowRange {
+  int64_t from;
+  int64_t to;
+  int64_t rows;
+};
+
+// What is waited for together and then copied.
+struct EngineCopy {
+  std::vector<int32_t> bands;  // ascending
+  std::vector<RowRange> ranges;
+  int64_t rows = 0;
+
+  // Whether the ranges are the rows of a box: as long as each other and as far apart on both sides.
+  bool is_box() const {
+    for (size_t i = 1; i < ranges.size(); ++i) {
+      const RowRange &first = ranges[0], &second = ranges[1], &mine = ranges[i],
+                     &before = ranges[i - 1];
+      if (mine.rows != first.rows || mine.from - before.from != second.from - first.from ||
+          mine.to - before.to != second.to - first.to || mine.from < before.from + first.rows ||
+          mine.to < before.to + first.rows) {
+        return false;
+      }
+    }
+    return ranges.size() > 1;
+  }
+};
+
+// All copies for one owner, in the order in which their bands become ready.
+struct PeerCopies {
+  int32_t owner;
+  int64_t rows = 0;
+  std::vector<EngineCopy> copies;
+};
+
+// The segments of a rank's plan; counts: C [W, E].
+inline std::vector<tilemoe::Segment> segments_of(const tilemoe::PlanParams& params,
+                                                 const std::vector<int32_t>& counts) {
+  tilemoe::PlanView plan{};
+  plan.sizes = tilemoe::plan_sizes(params, counts.data());
+  const int64_t experts = int64_t{params.world} * params.local_experts;
+  std::vector<int64_t> expert_row(params.local_experts + 1), run_row(experts),
+      arrival_target(params.world), dispatch_row(experts), recv_row(experts + 1);
+  std::vector<tilemoe::Band> bands(plan.sizes.bands);
+  std::vector<tilemoe::Segment> segments(plan.sizes.segments);
+  std::vector<tilemoe::Chunk> chunks(plan.sizes.chunks);
+  plan.expert_row = expert_row.data();
+  plan.run_row = run_row.data();
+  plan.bands = bands.data();
+  plan.segments = segments.data();
+  plan.chunks = chunks.data();
+  plan.arrival_target = arrival_target.data();
+  plan.dispatch_row = dispatch_row.data();
+  plan.recv_row = recv_row.data();
+  tilemoe::plan_fill(params, counts.data(), &plan);
+  return segments;
+}
+
+// At most `most` copies an owner, alike in rows, and fewer where they would be shorter than
+// least_bytes. Owners from the next rank on; those that are owed nothing are left out.
+inline std::vector<PeerCopies> plan_copies(const tilemoe::PlanParams& params,
+                                           const std::vector<int32_t>& counts, int64_t row_bytes,
+                                           int most, int64_t least_bytes) {
+  const std::vector<tilemoe::Segment> segments = segments_of(params, counts);
+  std::vector<PeerCopies> peers;
+  for (int32_t place = 1; place < params.world; ++place) {
+    PeerCopies peer{(params.rank + place) % params.world};
+    int64_t all = 0;
+    for (const tilemoe::Segment& s : segments) all += s.owner == peer.owner ? s.rows : 0;
+    if (all == 0) continue;
+    const int64_t count =
+        std::max<int64_t>(1, std::min<int64_t>(most, all * row_bytes / least_bytes));
+    int64_t last = -1;
+    for (const tilemoe::Segment& s : segments) {
+      if (s.owner != peer.owner) continue;
+      const int64_t number = peer.rows * count / all;
+      if (number != last) peer.copies.emplace_back();
+      last = number;
+      EngineCopy& copy = peer.copies.back();
+      for (int32_t band = s.band_begin; band < s.band_begin + s.band_count; ++band) {
+        if (copy.bands.empty() || copy.bands.back() < band) copy.bands.push_back(band);
+      }
+      const bool joins = !copy.ranges.empty() &&
+                         copy.ranges.back().from + copy.ranges.back().rows == s.src_row &&
+                         copy.ranges.back().to + copy.ranges.back().rows == s.dst_row;
+      if (joins) {
+        copy.ranges.back().rows += s.rows;
+      } else {
+        copy.ranges.push_back({s.src_row, s.dst_row, s.rows});
+      }
+      copy.rows += s.rows;
+      peer.rows += s.rows;
+    }
+    peers.push_back(std::move(peer));
+  }
+  return peers;
+}
+
+}  // namespace harness
