@@ -31,7 +31,7 @@ BENCHES = {
     "contention": "latency against split, and the controller's choice",
 }
 ALONE = ("planner",)  # benches of one process; so is all that is simulated
-WRITTEN = ("out", "png", "export")  # flags that name a file to write
+WRITTEN = ("out", "png", "export", "timeline")  # flags that name a file to write
 FAILED = 1
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import forked_runs
 import numpy as np
 import pytest
 import torch
@@ -18,7 +22,15 @@ from ds_tilemoe.routing import Routing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
-from benches import layer, layer_check, layer_models, layer_parts, peers, ranks
+from benches import (
+    layer_check,
+    layer_models,
+    layer_others,
+    layer_parts,
+    peer_flashinfer,
+    peers,
+    ranks,
+)
 from benches.calls import Routed, hot_ratio
 from benches.layer_models import EXPERT_KINDS, LayerShape
 from benches.records import BenchError
@@ -182,12 +194,12 @@ def test_a_graph_that_keeps_its_old_input_is_not_timed():
 
 def test_idle_gaps_are_what_kernels_do_not_fill():
     times = np.array([1000.0, float("nan"), 1100.0, 900.0])
-    assert layer.idle_fields(times, 250.04) == {
+    assert layer_parts.idle_fields(times, 250.04) == {
         "deepspeed_busy_us": 250.0,
         "deepspeed_idle_us": 750.0,
     }
-    assert layer.idle_fields(times, 2000.0)["deepspeed_idle_us"] == 0.0
-    assert set(layer.idle_fields(times, None).values()) == {None}
+    assert layer_parts.idle_fields(times, 2000.0)["deepspeed_idle_us"] == 0.0
+    assert set(layer_parts.idle_fields(times, None).values()) == {None}
 
 
 def test_covered_time_counts_overlaps_once():
@@ -204,6 +216,138 @@ def test_counts_turned_round_move_what_dispatch_moves():
     dispatched = counts.reshape(3, 3, 2).sum(axis=2)  # [owner, expert's rank]
     returned = turned.reshape(3, 3, 2).sum(axis=2).T  # [expert's rank, owner]
     assert (dispatched == returned).all()
+
+
+class _Stranger:
+    """An adapter on a CPU, of experts that double; ``fault`` says where it goes wrong."""
+
+    version = "1.2.3"
+
+    def __init__(self, group, gate, ups, down, activation, topk, tokens, fault=None):
+        self.fault, self.seen, self.is_open = fault, [], True
+        if fault == "made":
+            raise RuntimeError("no such GPU")
+
+    def route(self, x):
+        return torch.full((len(x), 2), float(x[0, 0])), torch.ones(len(x), 2)
+
+    def experts(self, x, ids, weights):
+        assert self.is_open
+        assert (ids == x[0, 0]).all()  # the routes of this input
+        if self.fault == "timed" and len(self.seen) > 6:
+            raise RuntimeError("poisoned")
+        self.seen.append(float(x[0, 0]))
+        return x * (2.5 if self.fault == "wrong" else 2)
+
+    def close(self):
+        self.is_open = False
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Times a stranger beside our layer; returns what was found and said, and the stranger."""
+    made = []
+
+    def run(fault=None):
+        def make(*args, **kwargs):
+            made.append(_Stranger(*args, **kwargs, fault=fault))
+            return made[-1]
+
+        said = []
+        monkeypatch.setattr(ranks.World, "say", lambda world, text: said.append(text))
+        monkeypatch.setattr(layer_others.ds_tilemoe, "check", lambda layers: None)
+        monkeypatch.setattr(peer_flashinfer, "FlashInferMoE", make)
+        args = argparse.Namespace(others=["flashinfer"], mode=["eager"], peer_rounds=10)
+        layers = SimpleNamespace(swapped=both(), gate=0, ups=(0, 0), down=0, activation=F.silu)
+        inputs = [torch.full((6, 5), float(i + 1)) for i in range(4)]
+        shape = LayerShape(6, 5, 1, 4, 2)
+        found = layer_others.time_others(args, ALONE, shape, layers, inputs)
+        return found, "".join(said), made[-1] if made else None
+
+    return run
+
+
+def test_a_stranger_is_timed_in_turn_with_ours(beside):
+    found, said, stranger = beside()
+    fields = found.fields("eager")
+    for name in ("flashinfer", "flashinfer_routed"):
+        assert 0 < fields[f"{name}_p10_us"] <= fields[f"{name}_us"] <= fields[f"{name}_p90_us"]
+        assert fields[f"{name}_over_ours"] > 0
+        assert fields[f"{name}_device_us"] is None  # of a GPU only
+    assert fields["peers_versions"] == {"flashinfer": "1.2.3"}
+    assert fields["peers_absent"].keys() == {"tutel", "deep_ep"}
+    assert said == ""
+    assert set(stranger.seen) == {1.0, 2.0, 3.0, 4.0}
+    assert not stranger.is_open
+    assert found.fields("graph")["flashinfer_us"] is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("made", "RuntimeError: no such GPU"),
+        ("wrong", r"flashinfer is off by .* of the norm, wanted at most .*: not timed"),
+        ("timed", "RuntimeError: poisoned"),
+    ],
+)
+def test_a_stranger_that_fails_is_named_and_ends_nothing(beside, fault, why):
+    found, said, stranger = beside(fault)
+    fields = found.fields("eager")
+    assert fields["peers_versions"] == {}
+    assert fields["flashinfer_us"] is fields["flashinfer_routed_over_ours"] is None
+    assert re.fullmatch(why, fields["peers_absent"]["flashinfer"])
+    assert "*** flashinfer WAS NOT TIMED: " in said
+    assert stranger is None or not stranger.is_open
+
+
+def test_strangers_are_chosen_by_what_is_installed(monkeypatch):
+    monkeypatch.setattr(layer_others.importlib.util, "find_spec", lambda name: None)
+    assert layer_others.choose(None) == []
+    wanted = "--others: got flashinfer, which is not installed; fix: leave it out"
+    with pytest.raises(BenchError, match=wanted):
+        layer_others.choose(["flashinfer"])
+    monkeypatch.setattr(layer_others.importlib.util, "find_spec", lambda name: object())
+    assert layer_others.choose(None) == ["flashinfer"]
+    assert layer_others.choose([]) == []
+    with pytest.raises(BenchError, match="tutel, which is installed, and this bench has no adapt"):
+        layer_others.choose(["flashinfer", "tutel"])
+    args = argparse.Namespace(others=[])
+    absent = layer_others.time_others(args, ALONE, None, None, []).absent
+    assert absent["flashinfer"] == "not wanted (--others)"
+
+
+@pytest.mark.parametrize(
+    ("ups", "activation", "why"),
+    [
+        (1, F.gelu, r"experts of 2 matrices with gelu, wanted SwiGLU \(3 with silu\)"),
+        (2, F.relu, "experts of 3 matrices with relu, wanted SwiGLU"),
+        (2, F.silu, "got torch.bfloat16 on cpu, wanted torch.bfloat16 on a GPU"),
+    ],
+)
+def test_flashinfer_is_asked_for_what_it_has_only(ups, activation, why):
+    """Before it is imported: it is not installed here."""
+    matrix = torch.zeros(4, 8, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=why):
+        peer_flashinfer.FlashInferMoE(
+            None, matrix[0], (matrix,) * ups, matrix, activation, 2, tokens=8
+        )
+
+
+def test_a_stranger_without_its_gpu_is_said_and_ours_is_recorded(tmp_path, monkeypatch):
+    """An installed one, as the command finds it, on two ranks."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "layer.jsonl"
+    flags = ["--quick", "--expert-kind", "swiglu", "--peers", "none", "--commit", "abc"]
+    done = start("layer", *flags, "--out", out, ranks=2)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(out)
+    why = "rank 0: ValueError: got torch.float32 on cpu, wanted torch.bfloat16 on a GPU"
+    assert record["peers_absent"]["flashinfer"] == why
+    assert record["ours_us"] > 0
+    assert record["flashinfer_us"] is None
+    assert done.stderr.count(f"*** flashinfer WAS NOT TIMED: {why}") == 2  # at once, at the end
 
 
 def test_one_rank_without_a_launcher(tmp_path):
@@ -268,34 +412,45 @@ def test_only_the_wanted_peers_are_timed(tmp_path, peers_, timed):
     assert "No existing process group" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--mode", "graph"], "--mode: got graph without a GPU, wanted eager"),
-        (["--block", "{"], "--block: got '{', wanted JSON"),
-        (["--block", "[1]"], "--block: got '[1]', wanted a JSON object"),
-        (["--block", '{"mver": "sm"}'], "mover"),
-        (
-            ["--quick", "--block", '{"enabled": false}'],
-            """--block: got '{"enabled": false}', wanted a block that swaps the layers""",
-        ),
-        (
-            ["--quick", "--block", '{"layers": "no_such", "strict": false}'],
-            "not swapped: ['nodrop', 'drop']",
-        ),
-        (
-            ["--routing", "stress_skew"],
-            "start it on more ranks: deepspeed --num_gpus 4 launch/bench.py layer",
-        ),
-        (["--decode", "--shape", "1,8,8,2,1"], "--decode and --shape: got both, wanted one"),
-    ],
-)
-def test_bad_flags_are_named(tmp_path, flags, message):
-    done = start("layer", *flags, "--commit", "abc", "--out", tmp_path / "x")
+BAD_FLAGS = [
+    (["--mode", "graph"], "--mode: got graph without a GPU, wanted eager"),
+    (["--block", "{"], "--block: got '{', wanted JSON"),
+    (["--block", "[1]"], "--block: got '[1]', wanted a JSON object"),
+    (["--block", '{"mver": "sm"}'], "mover"),
+    (
+        ["--quick", "--block", '{"enabled": false}'],
+        """--block: got '{"enabled": false}', wanted a block that swaps the layers""",
+    ),
+    (
+        ["--quick", "--block", '{"layers": "no_such", "strict": false}'],
+        "not swapped: ['nodrop', 'drop']",
+    ),
+    (
+        ["--routing", "stress_skew"],
+        "start it on more ranks: deepspeed --num_gpus 4 launch/bench.py layer",
+    ),
+    (
+        ["--others", "deep_ep"],
+        "--others: got deep_ep, which is not installed, and this bench has no adapter for it",
+    ),
+    (["--decode", "--shape", "1,8,8,2,1"], "--decode and --shape: got both, wanted one"),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    return forked_runs.refused(
+        tmp_path_factory.mktemp("refused"), "layer", [flags for flags, _ in BAD_FLAGS]
+    )
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
+def test_bad_flags_are_named(refused, flags, message):
+    done = refused[" ".join(flags)]
     assert done.returncode in (1, 2)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "x").exists()
+    assert not Path(done.args[-1]).exists()
 
 
 def test_a_wrong_number_of_ranks_is_answered_with_the_right_command(tmp_path):

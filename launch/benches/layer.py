@@ -8,6 +8,9 @@ and device whichever is slower. NAME_device_us is one call of the device, all ra
 launches done before; ours_host_us is how long the host takes for them. Ratios are of NAME_us, pair
 by pair. Nothing is timed before the swapped layer's output is near the unswapped one's, the same
 bits each time, and the same bits as a graph; nor beside other processes on the GPUs.
+
+Other systems' layers are timed behind, in turn with ours, where they are installed: NAME_us with
+routes made before, NAME_routed_us with a plain torch router. --timeline draws one call.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ import gc
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import ds_tilemoe
-from benches import layer_check, layer_parts, peers
+from benches import layer_check, layer_others, layer_parts, layer_timeline
 from benches.calls import hot_ratio
 from benches.gpus import need_alone
 from benches.layer_models import EXPERT_KINDS, Layers, LayerShape, make_ids, make_input, make_routed
@@ -35,7 +38,6 @@ from benches.records import (
     FEWEST_ROUNDS,
     BenchError,
     at_least,
-    median,
     microseconds,
     number,
     ratio,
@@ -58,7 +60,6 @@ SHAPES = (
 DECODE = tuple((tokens, 4096, 1536, 128, 8) for tokens in (1, 4, 16, 64))
 CPU_SHAPES = ((64, 64, 96, 8, 2),)
 FRESH = 4  # inputs
-PARTS_CALLS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,12 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing", action="append", choices=list(ROUTINGS), help="repeatable")
     add("--mode", action="append", choices=["eager", "graph"], help="repeatable; both on a GPU")
     add("--peers", choices=list(PEERS), default="all", help="timed beside ours")
+    add("--others", nargs="*", choices=layer_others.OTHERS, help="all installed; no name: none")
     add("--block", default="{}", metavar="JSON", help='of "tile_overlap", for the swapped layer')
     add("--rounds", type=at_least(FEWEST_ROUNDS), default=100, help=f"{FEWEST_ROUNDS} or more")
     add("--peer-rounds", type=at_least(10), default=30, help="of them, with the slow peers")
     add("--dtype", choices=list(DTYPES), help="bfloat16; float32 on a CPU")
     add("--seed", type=at_least(0), default=0)
     add("--quick", action="store_true", help="50 rounds; first shape and kind if none is named")
+    add("--timeline", type=Path, metavar="FILE", help="draw a call of the first case and mode")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -110,6 +113,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             del layers
             gc.collect()
     world.say(table([{column: row[column] for column in COLUMNS} for row in rows]))
+    failed = {(name, row["peers_absent"].get(name)) for row in rows for name in args.others}
+    for name, why in sorted(pair for pair in failed if pair[1]):
+        world.say(f"*** {name} WAS NOT TIMED: {why}")
 
 
 COLUMNS = (
@@ -117,6 +123,7 @@ COLUMNS = (
     *("ours_us", "ours_device_us", "ours_host_us", "ours_drop_us"),
     *("sequential_us", "of_sequential", "bound_us", "weights_us"),
     *("deepspeed_us", "deepspeed_nodrop_us", "torch_us"),
+    *("flashinfer_us", "flashinfer_routed_us"),
     *("deepspeed_over_ours", "torch_over_ours", "max_rel_err"),
 )
 
@@ -137,6 +144,9 @@ def _defaults(args: argparse.Namespace, world: World) -> dict[str, Any]:
     if args.quick:
         args.rounds, args.peer_rounds = FEWEST_ROUNDS, 10
     args.peer_rounds = min(args.peer_rounds, args.rounds)
+    args.others = layer_others.choose(args.others)
+    if args.timeline is not None:
+        layer_timeline.need(args.timeline)
     for shape in args.shape:
         if shape.experts % world.ranks:
             fits = max(n for n in range(1, 9) if shape.experts % n == 0)
@@ -177,14 +187,14 @@ def _case(
     world: World,
     shape: LayerShape,
     kind: str,
-    name: str,
+    routing: str,
     layers: Layers,
     block: dict[str, Any],
     machine: dict[str, float | None],
 ) -> Iterator[dict[str, Any]]:
     """One shape, kind and routing."""
     dtype = DTYPES[args.dtype]
-    all_ids = [_ids(world, shape, name, args.seed + i) for i in range(FRESH)]
+    all_ids = [_ids(world, shape, routing, args.seed + i) for i in range(FRESH)]
     routed = make_routed(world, all_ids[0], shape.experts)
     inputs = [
         make_input(world, layers.gate, ids, dtype, args.seed + i) for i, ids in enumerate(all_ids)
@@ -205,13 +215,15 @@ def _case(
     busy = None
     if "deepspeed" in PEERS[args.peers]:
         busy = layer_parts.busy_us(world, lambda: plain["drop"](inputs[0]))
-    parts = _parts(world, layers.observed, inputs, block)
+    parts = layer_parts.of_stats(world, layers.observed, inputs, block)
     for module in (swapped, layers.alone, layers.observed):
         ds_tilemoe.check(module)
+    # Last, as one that breaks the GPU's context takes what is not written yet.
+    others = layer_others.time_others(args, world, shape, layers, inputs)
     same = {
         **world.fields(),
         "dtype": args.dtype,
-        "routing": name,
+        "routing": routing,
         "hot_ratio": round(hot_ratio(routed.counts), 3),
         "seed": args.seed,
         "topk": shape.topk,
@@ -255,12 +267,18 @@ def _case(
             **ratio("of_sequential", ours, sequential),
             **bound,
             **machine,
-            **idle_fields(deepspeed, busy),
+            **layer_parts.idle_fields(deepspeed, busy),
             "parts": parts,
             "max_rel_err": error,
             "peers": args.peers,
-            "peers_absent": peers.absent(),
+            **others.fields(mode),
         }
+    if args.timeline is not None:
+        title = f"{','.join(map(str, shape))} {kind} {routing}"
+        layer_timeline.make(
+            args.timeline, world, layers.observed, inputs[0], args.mode[0], block, title
+        )
+        args.timeline = None  # of the first case only
 
 
 def _settings(layer: Any) -> dict[str, Any]:
@@ -273,34 +291,3 @@ def _router(world: World, layer: Any, settings: dict[str, Any]) -> str:
     """Whose router made the routes."""
     is_fused = world.on_gpu and settings["router"] != "deepspeed"
     return "fused" if is_fused and not uncovered(layer.deepspeed_moe.gate) else "deepspeed"
-
-
-def idle_fields(deepspeed: np.ndarray, busy: float | None) -> dict[str, float | None]:
-    """deepspeed.moe's idle gaps: what its time has beyond the kernels'."""
-    if busy is None:
-        return {"deepspeed_busy_us": None, "deepspeed_idle_us": None}
-    idle = max(0.0, median(deepspeed) - busy)
-    return {"deepspeed_busy_us": round(busy, 1), "deepspeed_idle_us": round(idle, 1)}
-
-
-def _parts(
-    world: World, observed: Any, inputs: list[Tensor], block: dict[str, Any]
-) -> dict[str, float]:
-    """Where the dropless layer's time goes, by its own stats: means over calls, the slowest rank's.
-
-    Apart from what is timed, since stats cost time.
-    """
-    ds_tilemoe.apply(observed, {**block, "stats": True})
-    for x in inputs:
-        observed["nodrop"](x)
-    world.synchronize()
-    ds_tilemoe.stats.reset()
-    for call in range(PARTS_CALLS):
-        observed["nodrop"](inputs[call % len(inputs)])
-    world.synchronize()
-    (mine,) = ds_tilemoe.stats.layers()  # of layers that were called since
-    times = {
-        name: value for name, value in mine.items() if name.endswith("_us") and value is not None
-    }
-    slowest = world.reduce(np.array(list(times.values()), dtype=np.float64))
-    return {name: round(float(us), 2) for name, us in zip(times, slowest, strict=True)}

@@ -1,4 +1,5 @@
-"""What bounds a layer: its parts measured alone in the same run, with all GPUs busy.
+"""What bounds a layer: its parts measured alone in the same run, with all GPUs busy. And where its
+time goes, by its own stats.
 
 Shape letters as in ``layer_models``.
 """
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import ds_tilemoe
 from benches.calls import Operator, OperatorShape, Routed, Settings, Variant
 from benches.clock import slowest_us
 from benches.layer_models import Layers, LayerShape
@@ -25,6 +27,7 @@ COPY_CTAS = (8, 10, 12, 16, 24, 32)  # the link is full at about 8
 REFERENCE = OperatorShape(16384, 8192, 2048, 16, 1)  # of tflops_ref
 BYTES = 2 << 30  # that bandwidths are measured with
 CALL = "the call"  # in the profile
+STATS_CALLS = 20
 
 
 def machine(world: World, dtype: torch.dtype) -> dict[str, float | None]:
@@ -174,3 +177,34 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total
+
+
+def idle_fields(deepspeed: np.ndarray, busy: float | None) -> dict[str, float | None]:
+    """deepspeed.moe's idle gaps: what its time has beyond the kernels'."""
+    if busy is None:
+        return {"deepspeed_busy_us": None, "deepspeed_idle_us": None}
+    idle = max(0.0, median(deepspeed) - busy)
+    return {"deepspeed_busy_us": round(busy, 1), "deepspeed_idle_us": round(idle, 1)}
+
+
+def of_stats(
+    world: World, observed: Any, inputs: Sequence[Tensor], block: dict[str, Any]
+) -> dict[str, float]:
+    """Where the dropless layer's time goes, by its own stats: means over calls, the slowest rank's.
+
+    Apart from what is timed, since stats cost time.
+    """
+    ds_tilemoe.apply(observed, {**block, "stats": True})
+    for x in inputs:
+        observed["nodrop"](x)
+    world.synchronize()
+    ds_tilemoe.stats.reset()
+    for call in range(STATS_CALLS):
+        observed["nodrop"](inputs[call % len(inputs)])
+    world.synchronize()
+    (mine,) = ds_tilemoe.stats.layers()  # of layers that were called since
+    times = {
+        name: value for name, value in mine.items() if name.endswith("_us") and value is not None
+    }
+    slowest = world.reduce(np.array(list(times.values()), dtype=np.float64))
+    return {name: round(float(us), 2) for name, us in zip(times, slowest, strict=True)}

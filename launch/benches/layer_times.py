@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ class Times:
 
     Attributes:
         rounds: how many.
-        steady: us a call in a row of calls. alone: us of the device, one call; on a GPU, of ours.
-            [rounds] each, of the slowest rank; NaN where a round has none.
+        steady: us a call in a row of calls. alone: us of the device, one call; on a GPU, of what
+            does not wait for it. [rounds] each, of the slowest rank; NaN where a round has none.
         host_us: until the host has enqueued a call.
         calls: in a row.
     """
@@ -96,7 +97,22 @@ class Eager:
         return self.forward(self.x)
 
 
-def make_calls(args: argparse.Namespace, layers: Layers, x: Tensor) -> dict[str, Eager | Graph]:
+class Call(Protocol):
+    """What is timed: ``forward`` on the input that was loaded last."""
+
+    forward: Callable[[Tensor], Tensor]
+
+    def load(self, x: Tensor) -> None: ...
+
+    def __call__(self) -> Tensor: ...
+
+
+def kind_of(mode: str) -> type[Eager] | type[Graph]:
+    """How a mode calls."""
+    return Graph if mode == "graph" else Eager
+
+
+def make_calls(args: argparse.Namespace, layers: Layers, x: Tensor) -> dict[str, Call]:
     """Everything that is timed, by the name of its field; ours with the mode behind it."""
     swapped, plain, alone = layers.swapped, layers.plain, layers.alone
 
@@ -109,8 +125,8 @@ def make_calls(args: argparse.Namespace, layers: Layers, x: Tensor) -> dict[str,
         "ours_drop": lambda rows: swapped["drop"](rows)[0],
         "sequential": sequential,
     }
-    calls: dict[str, Eager | Graph] = {
-        f"{name}_{mode}": (Graph if mode == "graph" else Eager)(forward, x)
+    calls: dict[str, Call] = {
+        f"{name}_{mode}": kind_of(mode)(forward, x)
         for mode in args.mode
         for name, forward in ours.items()
         # On a GPU an eager sequential forward waits for the device, to read its times.
@@ -131,25 +147,47 @@ def time_layers(
     calls = make_calls(args, layers, inputs[0])
     for replay in (call for call in calls.values() if isinstance(call, Graph)):
         layer_check.check_replays(world, replay, inputs[:2])
+    # The peers wait for the device by themselves.
+    slow = dict.fromkeys(PEERS[args.peers], args.peer_rounds)
+    # As after each step of a model: the controllers see the calls, replays among them.
+    return time_calls(
+        world, calls, inputs, args.rounds, slow, lambda: ds_tilemoe.check(layers.swapped)
+    )
+
+
+def time_calls(
+    world: World,
+    calls: Mapping[str, Call],
+    inputs: Sequence[Tensor],
+    rounds: int,
+    slow: Mapping[str, int],
+    between: Callable[[], None],
+) -> Times:
+    """Calls in turn, in an order that all ranks share. A collective.
+
+    Args:
+        rounds: how many.
+        slow: those that take part in some rounds only -> in how many. They have no time alone.
+        between: called behind each round.
+    """
     timers = {name: Timer(world, call) for name, call in calls.items()}
-    names, peers = list(calls), PEERS[args.peers]
-    samples = np.full((2, args.rounds, len(names)), np.nan)
-    for index, order in shuffled(len(names), args.rounds, ORDER_SEED):
-        with_peers = index < 0 or index * args.peer_rounds % args.rounds < args.peer_rounds
-        for i in order:
-            if names[i] in peers and not with_peers:
+    names = list(calls)
+    samples = np.full((2, rounds, len(names)), np.nan)
+    for index, order in shuffled(len(names), rounds, ORDER_SEED):
+        for name, i in ((names[i], i) for i in order):
+            wanted = slow.get(name, rounds)
+            if index >= 0 and index * wanted % rounds >= wanted:
                 continue
-            calls[names[i]].load(inputs[index % len(inputs)])
-            steady, alone = timers[names[i]].steady(), np.nan
-            if world.on_gpu and names[i] not in peers:  # those wait for the device by themselves
-                alone = timers[names[i]].alone()
+            calls[name].load(inputs[index % len(inputs)])
+            steady, alone = timers[name].steady(), np.nan
+            if world.on_gpu and name not in slow:
+                alone = timers[name].alone()
             if index >= 0:
                 samples[:, index, i] = steady, alone
-        # As after each step of a model: the controllers see the calls, replays among them.
-        ds_tilemoe.check(layers.swapped)
+        between()
     steady_us, alone_us = world.reduce(samples)
     return Times(
-        args.rounds,
+        rounds,
         dict(zip(names, steady_us.T, strict=True)),
         dict(zip(names, alone_us.T, strict=True)),
         {name: timer.host_us for name, timer in timers.items()},

@@ -6,7 +6,6 @@ H hidden, F ffn, N output width, M rows.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -16,20 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benches.calls import Routed
-
-# Other systems that have expert-parallel layers. Nothing here was tried with them, so none is
-# called: a number from a peer that was used wrongly is worse than none.
-OTHERS = ("tutel", "deep_ep", "flashinfer")
-
-
-def absent() -> dict[str, str]:
-    """Why each of ``OTHERS`` is not among the peers."""
-    return {
-        name: "not installed"
-        if importlib.util.find_spec(name) is None
-        else "installed, but this bench has no adapter for it"
-        for name in OTHERS
-    }
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -67,6 +52,20 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """y[t] = sum over k of weights[t, k] * rows[places[t, k]], in fp32."""
     routes = rows[places.flatten()].view(*places.shape, rows.shape[1])
     return (routes.float() * weights.unsqueeze(2)).sum(dim=1).to(rows.dtype)
+
+
+def route(x: Tensor, gate: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Weights in fp32 and expert ids, [T, K] each, by rules as DeepSpeed's: softmax in fp32, for
+    k > 1 normalised over the chosen ones.
+
+    Args:
+        x: [T, H]. gate: [E, H].
+    """
+    logits = F.linear(x.float(), gate.float())
+    weights, ids = logits.softmax(dim=1).topk(topk, dim=1)
+    if topk > 1:
+        weights = weights / weights.sum(dim=1, keepdim=True)
+    return weights, ids
 
 
 class TorchReturn:
@@ -122,8 +121,6 @@ class TorchReturn:
 class TorchMoE:
     """A dropless MoE layer: router, all_to_all, grouped GEMMs, all_to_all, weighted sum.
 
-    Gate weights as DeepSpeed's: softmax in fp32, for k > 1 normalised over the chosen ones.
-
     Args:
         group: of all ranks; None for one.
         gate: [E, H], the router's matrix.
@@ -148,7 +145,7 @@ class TorchMoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        weights, ids = self._route(x)
+        weights, ids = route(x, self._gate, self._topk)
         flat = ids.flatten()
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=self._gate.shape[0])
@@ -172,13 +169,6 @@ class TorchMoE:
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=x.device)
         return weighted_sum(returned, places.view_as(ids), weights)
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x.float(), self._gate.float())
-        weights, ids = logits.softmax(dim=1).topk(self._topk, dim=1)
-        if self._topk > 1:
-            weights = weights / weights.sum(dim=1, keepdim=True)
-        return weights, ids
 
     def _experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         if rows.shape[0] == 0:
