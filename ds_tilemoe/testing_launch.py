@@ -102,10 +102,21 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nobody else is given for a minute.
+
+    A connection to the port has ended on its own side. While the kernel remembers that, which it
+    does for a minute, it hands the port to nobody who lets it choose, as gloo does for each pair of
+    ranks and group; who names the port and sets SO_REUSEADDR, as torch's store does, gets it.
+    """
+    with socket.socket() as server, socket.socket() as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        client.connect(server.getsockname())
+        accepted, _ = server.accept()
+        accepted.close()
+        client.recv(1)  # the end has come through; only now may the other side close
+        return int(server.getsockname()[1])
 
 
 def _launch(

@@ -20,9 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-import torch.distributed as dist
-
 from ds_tilemoe.testing import COLLECTIVE_LIMIT_S, init_cpu_group, init_deepspeed, init_gpu_group
 from ds_tilemoe.testing_case import Case, CaseResult, RankContext, cases_in
 
@@ -36,6 +33,8 @@ def _cases_of_target(target: str) -> list[Case]:
 
 def _run_cases(cases: Sequence[Case], folder: Path, limit_s: float, stacks: TextIO) -> int:
     """Runs the cases, and says in a file of the folder where it is."""
+    import torch.distributed as dist  # not for a script, which may do without
+
     doing = folder / f"{os.environ['RANK']}.doing"
     doing.write_text("starting")
     # Who waits in vain for a peer has to come back before its case's limit, to say so.
@@ -80,6 +79,8 @@ def _still_together(
     store: Any, number: int, rank: int, world: int, ok: bool, limit_s: float
 ) -> bool:
     """Waits for all ranks after a case; after a failure, whether the process group still works."""
+    import torch
+    import torch.distributed as dist
 
     def meet(what: str, mine: bool) -> bool:
         store.set(f"{number}/{what}/{rank}", "ok" if mine else "bad")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import cuda_library_fake
+import forked_runs
 import numpy as np
 import pytest
 import torch
@@ -258,30 +259,37 @@ def test_quick_keeps_the_split_that_was_asked_for(split, runs):
     assert args.split == runs
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--routing", "stress_skew"],
-            "start it on more ranks: deepspeed --num_gpus 4 launch/bench.py operator"
-            " --routing stress_skew",
-        ),
-        (["--shape", "1,2,3"], "got '1,2,3', wanted integers from 1 on, M,N,K,LOCAL_EXPERTS,TOPK"),
-        (["--shape", "9,8,8,4,2"], "M: got 9, wanted a multiple of topk, 2"),
-        (["--rounds", "10"], "--rounds: got '10', wanted an integer from 50 on"),
-        (["--local-tail-waves", "some"], "local_tail_waves"),
-        (
-            ["--quick", "--split", "2,20"],
-            "--split: got 20, wanted 1 to 8 consumer threads on a CPU",
-        ),
-    ],
-)
-def test_bad_flags_are_named(tmp_path, flags, message):
-    done = start("operator", *flags, "--commit", "abc", "--out", tmp_path / "x")
+BAD_FLAGS = [
+    (
+        ["--routing", "stress_skew"],
+        "start it on more ranks: deepspeed --num_gpus 4 launch/bench.py operator"
+        " --routing stress_skew",
+    ),
+    (["--shape", "1,2,3"], "got '1,2,3', wanted integers from 1 on, M,N,K,LOCAL_EXPERTS,TOPK"),
+    (["--shape", "9,8,8,4,2"], "M: got 9, wanted a multiple of topk, 2"),
+    (["--rounds", "10"], "--rounds: got '10', wanted an integer from 50 on"),
+    (["--local-tail-waves", "some"], "local_tail_waves"),
+    (
+        ["--quick", "--split", "2,20"],
+        "--split: got 20, wanted 1 to 8 consumer threads on a CPU",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    return forked_runs.refused(
+        tmp_path_factory.mktemp("refused"), "operator", [flags for flags, _ in BAD_FLAGS]
+    )
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
+def test_bad_flags_are_named(refused, flags, message):
+    done = refused[" ".join(flags)]
     assert done.returncode in (1, 2)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "x").exists()
+    assert not Path(done.args[-1]).exists()
 
 
 def test_settings_are_the_blocks_own_fields():

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import socket
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_tilemoe import testing, testing_launch
 from ds_tilemoe.testing import (
     RanksError,
     cases_of,
     check_case,
+    free_port,
     rank_tests,
     run_ranks,
     tagged_rows,
@@ -90,10 +94,10 @@ def test_a_hang_ends_with_stacks_and_output(tmp_path: Path) -> None:
     )
     began = time.monotonic()
     with pytest.raises(RanksError) as caught:
-        run_ranks(source, 2, timeout_s=16, env={"MINE": "yes"}, args=["argument"])
+        run_ranks(source, 2, timeout_s=8, env={"MINE": "yes"}, args=["argument"])
     assert time.monotonic() - began < 40
     message = str(caught.value)
-    assert "ranks [1] still ran after 16 s" in message
+    assert "ranks [1] still ran after 8 s" in message
     assert "rank 0 yes argument" in message
     assert "in asleep" in message
     assert [result.returncode for result in caught.value.results] == [0, -9]
@@ -175,6 +179,15 @@ def test_a_line_cut_off_is_a_case_not_run(tmp_path: Path) -> None:
     check_case([result], "a")
     with pytest.raises(RanksError, match="rank 0 has not run b\n--- rank 0, exit -9"):
         check_case([result], "b")
+
+
+def test_a_free_port_is_kept_for_who_names_it() -> None:
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))  # as for a port of the kernel's choice: nothing is shared
+    store = dist.TCPStore("127.0.0.1", port, 1, True, timeout=datetime.timedelta(seconds=20))
+    assert store.port == port
+    assert port not in [free_port() for _ in range(200)]
 
 
 def test_tagged_rows_tell_their_place() -> None:
