@@ -1,5 +1,6 @@
-"""The fields of the ``tile_overlap`` block: types, bounds, values not built yet, and the words of
-every refusal. Pure Python: no torch, no deepspeed.
+"""The fields of the ``tile_overlap`` block: types, bounds, and the words of every refusal.
+
+Pure Python: no torch, no deepspeed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,14 +21,10 @@ MAX_CUDA_CTAS = 255  # more SMs than any GPU has; the GPU at hand sets its own b
 MAX_CPU_TILE = 4096  # rows or columns of a tile on the CPU backend
 MAX_WAIT_S = 1e6  # deadlines are counted in 64-bit ns
 
-# Fields with values that nothing honours yet: field -> (values accepted, why no other).
-NOT_BUILT: dict[str, tuple[tuple[object, ...], str]] = {
-    "mover": (("auto", "sm", "none"), "the copy-engine mover is not built"),
-}
-
 # Fields of which the CPU backend has less than CUDA: field -> values that it takes.
 CPU_TAKES: dict[str, tuple[str, ...]] = {
     "num_dispatch_ctas": ("auto",),
+    "mover": ("auto", "sm", "none"),
     "dispatch": ("auto", "fused"),
     "router": ("auto", "deepspeed"),
     "router_logits": ("auto", "deepspeed"),
@@ -60,7 +57,7 @@ class TileOverlapConfig(BaseModel):
     """The whole block. ``"auto"`` is chosen by the backend; anything explicit is met or refused.
 
     Raises:
-        ConfigError: a field is unknown, of the wrong type, out of range or not built yet. The
+        ConfigError: a field is unknown, of the wrong type or out of range. The
             message lists every fault: key, value got, values wanted, fix.
     """
 
@@ -94,7 +91,7 @@ class TileOverlapConfig(BaseModel):
         "auto", description='"auto", "all" or an integer of at least 0'
     )
     mover: Literal["auto", "sm", "copy_engine", "none"] = Field(
-        "auto", description='"auto", "sm" or "none"'
+        "auto", description='"auto", "sm", "copy_engine" or "none"'
     )
     dispatch: Literal["auto", "fused", "nccl"] = Field(
         "auto", description='"auto", "fused" or "nccl"'
@@ -139,11 +136,7 @@ class TileOverlapConfig(BaseModel):
 
 
 def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
-    """Faults that a type cannot state: values not built yet, bounds of one field by another."""
-    for name, (accepted, reason) in NOT_BUILT.items():
-        value = getattr(config, name)
-        if value not in accepted:
-            yield _not_built(name, value, reason)
+    """Faults that a type cannot state: bounds of one field by another."""
     try:
         re.compile(config.layers)
     except (re.error, OverflowError, RecursionError) as error:
@@ -156,6 +149,9 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
         )
     if config.backend == "cpu":
         yield from _cpu_faults(config)
+    if config.mover == "copy_engine" and config.transport == "nvshmem":
+        fix = 'let transport be "auto": copies go to mapped memory'
+        yield _fault("mover", "copy_engine", fix, '"auto", "sm" or "none" with transport "nvshmem"')
     if config.router_logits == "bf16x3" and config.router == "deepspeed":
         yield _fault("router_logits", "bf16x3", 'write "auto", or let router be "auto"')
     chosen = config.num_consumer_ctas
@@ -199,10 +195,6 @@ def _cpu_faults(config: TileOverlapConfig) -> Iterator[str]:
             )
 
 
-def _not_built(name: str, value: object, reason: str) -> str:
-    return _fault(name, value, f"leave {name} out ({reason})")
-
-
 def _explain(error: ValidationError) -> dict[str, str]:
     """All faults of one validation, a line a name; a union's several errors for one are one."""
     lines: dict[str, str] = {}
@@ -239,13 +231,6 @@ def odd_key(where: str, key: object) -> str:
 
 
 def _field_fault(name: str, value: object) -> str:
-    if name in NOT_BUILT and isinstance(value, str):
-        # Another spelling of a value that is not built is not to be led to that value.
-        accepted, reason = NOT_BUILT[name]
-        spelt = re.sub(r"[\s-]+", "_", value.strip().lower())
-        known = get_args(TileOverlapConfig.model_fields[name].annotation)
-        if spelt in known and spelt not in accepted:
-            return _not_built(name, value, reason)
     return _fault(name, value)
 
 

@@ -28,6 +28,7 @@ from ds_tilemoe.backends import (
     cuda,
     cuda_abi,
     cuda_blocks,
+    cuda_copy,
     cuda_functions,
     cuda_heap,
     cuda_plan,
@@ -84,6 +85,8 @@ class FakeLibrary:
         unheard: the call of State::unheard.
         raises: the name of the next launch that raises.
         iteration: what calls leave behind, but for segments and epoch.
+        engines: copy engines that have been made and not freed.
+        fetched: the call whose counts are on their way to the copy engine's host.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -103,6 +106,8 @@ class FakeLibrary:
         self.front_tile_n = 0
         self.scale_end = 70  # ns of a call
         self.combine: Any = None
+        self.engines: set[int] = set()
+        self.fetched = 0
         for name in [*cuda_functions.PROTOTYPES, *cuda_router.PROTOTYPES]:
             setattr(self, name, self._entry(getattr(self, name)))
 
@@ -312,6 +317,29 @@ class FakeLibrary:
     def _block(self, view: Any) -> int:
         return int(memory(view.blocks, np.int64, view.world)[view.rank])
 
+    def tilemoe_copy_engine_make(
+        self, view: Any, counts: int, most: int, least_bytes: int, engine: Any
+    ) -> int:
+        assert view.blocks
+        assert view.state
+        assert counts % view.world == 0
+        assert (most, least_bytes) == (cuda_copy.MOST_COPIES, cuda_copy.LEAST_BYTES)
+        self.log.append("engine made")
+        engine._obj.value = 1000 + len(self.log)
+        self.engines.add(engine._obj.value)
+        return 0
+
+    def tilemoe_copy_engine_free(self, engine: Any) -> None:
+        self.engines.remove(engine.value)
+
+    def tilemoe_copy_engine_fetch(self, engine: int, plan: Any, stream: int) -> int:
+        self.log.append("fetch")
+        assert engine in self.engines
+        assert plan.counts == self.exchange.plan.counts
+        assert plan.params.rank == self.exchange.view.rank
+        self.fetched = self.epoch
+        return 0
+
     def tilemoe_consumer_launch(self, p: Any, ctas: int, stream: int) -> int:
         raise AssertionError("for the calibration only")
 
@@ -325,6 +353,12 @@ class FakeLibrary:
         assert p.num_consumer_ctas < SMS
         ship, scale = p.producer.ship, p.scale
         assert p.transport == cuda_abi.Transport.MAPPED or p.pes
+        if p.mover == cuda_abi.Mover.COPY_ENGINE:
+            assert p.copy_engine in self.engines
+            assert p.transport == cuda_abi.Transport.MAPPED
+            assert not (p.num_consumer_ctas or p.device_split)
+            assert self.fetched == self.epoch, "the host would wait for ever"
+            self.log.append("host waits")
         out = self._gemm(p.producer, p.kind)
         assert ship.rows == scale.rows == out.data_ptr()
         assert ship.row_bytes == out.shape[1] * 2

@@ -269,6 +269,7 @@ BAD_FLAGS = [
     (["--shape", "9,8,8,4,2"], "M: got 9, wanted a multiple of topk, 2"),
     (["--rounds", "10"], "--rounds: got '10', wanted an integer from 50 on"),
     (["--local-tail-waves", "some"], "local_tail_waves"),
+    (["--mover", "copy_engine"], "--mover: got copy_engine, wanted sm or none on a CPU"),
     (
         ["--quick", "--split", "2,20"],
         "--split: got 20, wanted 1 to 8 consumer threads on a CPU",
@@ -399,6 +400,11 @@ def cuda_operator_without_a_gpu(ctx):
         launched = [name for name in library.log if name not in ("exchange", "waits")]
         apart = ["down", "consumer 5", "scale"]
         assert launched == ["NONE", "SM", "NONE", "NONE", "NONE", *apart]
+        library.log.clear()
+        for _ in range(2):  # one engine; its counts are fetched behind the exchange
+            operator_check.check_variants(world, op, [Variant("copy_engine", 0)], op.y.clone())
+        launched = [name for name in library.log if name not in ("exchange", "waits", "NONE")]
+        assert launched == ["engine made", *2 * ["fetch", "COPY_ENGINE", "host waits"]]
 
         # With GEMM 1 in front, and with counts that only move rows.
         front = Front("silu", (torch.ones(2, 64, 32, dtype=torch.bfloat16),) * 2)

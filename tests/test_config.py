@@ -14,7 +14,7 @@ import pytest
 
 from ds_tilemoe import config as config_module
 from ds_tilemoe.config import DS_CONFIG_KEYS, TileOverlapConfig, load_config, split_config
-from ds_tilemoe.config_block import NOT_BUILT, check_cpu_config
+from ds_tilemoe.config_block import check_cpu_config
 from ds_tilemoe.errors import ConfigError
 
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -178,18 +178,26 @@ def test_all_faults_are_told_at_once() -> None:
     assert "'interval'" in message
 
 
-def test_fields_not_built_accept_their_defaults_only() -> None:
-    message = refusal({"mover": "copy_engine"})
-    assert NOT_BUILT["mover"][1] in message
-    assert refusal({"mover": "copy-engine"}) == message.replace("copy_engine", "copy-engine")
+def test_movers() -> None:
+    assert load_config({"mover": "copy_engine"}).mover == "copy_engine"
+    for spelt in ("copy-engine", "COPY_ENGINE"):
+        assert 'fix: write "copy_engine"' in refusal({"mover": spelt})
+    message = refusal({"mover": "copy_engine", "transport": "nvshmem"})
+    assert 'mover: got "copy_engine"; wanted "auto", "sm" or "none" with transport' in message
+    assert 'fix: let transport be "auto"' in message
+    message = refusal({"mover": "copy_engine", "backend": "cpu"})
+    assert 'wanted "auto" or "sm" or "none"; fix: leave mover out: the CPU' in message
+    with pytest.raises(ConfigError, match="leave mover out"):
+        check_cpu_config(load_config({"mover": "copy_engine"}))
     assert 'fix: write "sm"' in refusal({"mover": "SM"})
     assert load_config({"mover": DEFAULTS["mover"]}) == TileOverlapConfig()
 
 
 def test_faults_across_fields_come_with_those_of_fields() -> None:
-    message = refusal({"tile_m": -1, "mover": "copy_engine", "layers": "(", "strict": 1})
+    block = {"mover": "copy_engine", "transport": "nvshmem"}
+    message = refusal({"tile_m": -1, "layers": "(", "strict": 1, **block})
     assert [line.split(":")[0] for line in message.splitlines()] == [
-        f"tile_overlap.{name}" for name in ("tile_m", "strict", "mover", "layers")
+        f"tile_overlap.{name}" for name in ("tile_m", "strict", "layers", "mover")
     ]
     # A bound that is wrong itself is no bound.
     assert len(refusal({"min_consumer_ctas": "4", "num_consumer_ctas": 2}).splitlines()) == 1

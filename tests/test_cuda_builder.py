@@ -130,6 +130,20 @@ def test_commands(root: Path, recipe: Callable[[], cuda_library.CudaLibrary]) ->
     assert len(recipe().link_commands(work)) == 1
 
 
+def test_the_host_planner_is_compiled_too(
+    root: Path, recipe: Callable[[], cuda_library.CudaLibrary]
+) -> None:
+    first = recipe().key()
+    (root / "planner").mkdir()
+    for name in ("planner.cpp", "planner_c.cpp"):
+        (root / "planner" / name).write_text("int plan;\n")
+    commands = recipe().compile_commands(root.parent)
+    assert {Path(c[c.index("-c") + 1]).name for c in commands} == {"twice.cu", "planner.cpp"}
+    second = recipe().key()
+    (root / "planner" / "planner.cpp").write_text("int other;\n")
+    assert len({first, second, recipe().key()}) == 3
+
+
 def test_key_follows_what_matters_and_no_place(
     root: Path,
     tmp_path: Path,

@@ -55,6 +55,7 @@ ORDER = [
     "backends.cuda_growth",
     "backends.cuda_records",
     "backends.cuda_heap",
+    "backends.cuda_copy",
     "backends.cuda_gemm",
     "backends.cuda_routes",
     "backends.cuda_router",

@@ -1,3 +1,4 @@
+#include "../copy/copy_engine.h"
 #include "../planner/exchange.h"
 #include "../transport/transport.h"
 #include "combine.h"
@@ -28,11 +29,19 @@ using tilemoe::CombineParams;
 using tilemoe::Mover;
 using tilemoe::Transport;
 
+// Whether GEMM 2 raises each of its bands' flags to what the copies wait for.
+bool can_copy(const CombineParams& p) {
+  const int32_t n_tiles = (p.producer.n + p.kind.tile_n - 1) / p.kind.tile_n;
+  return p.copy_engine != nullptr && p.transport == Transport::mapped && p.kind.gated == 0 &&
+         p.producer.band_flags != nullptr && p.producer.ship.n_tiles == n_tiles;
+}
+
 cudaError_t refuse(const CombineParams* params) {
   if (params == nullptr || params->num_consumer_ctas < 0 || params->sms < 1 ||
       (params->mover == Mover::sm && params->num_consumer_ctas >= params->sms) ||
       (params->mover == Mover::sequential && params->num_consumer_ctas < 1) ||
       (params->device_split != 0 && params->mover != Mover::sm) ||
+      (params->mover == Mover::copy_engine && !can_copy(*params)) ||
       (params->transport == Transport::put && params->pes == nullptr)) {
     return cudaErrorInvalidValue;
   }
@@ -51,16 +60,25 @@ cudaError_t tilemoe_combine_launch(const CombineParams* params, cudaStream_t str
   const bool put = params->transport == Transport::put;
   const bool sequential = params->mover == Mover::sequential;
   const int32_t ctas = params->num_consumer_ctas;
+  tilemoe::CopyEngine* const engine =
+      params->mover == Mover::copy_engine ? params->copy_engine : nullptr;
   const bool beside = params->mover == Mover::sm && ctas > 0;
   const cudaStream_t side = params->consumer_stream;
   tilemoe::ProducerParams producer = params->producer;
-  producer.drain = sequential || put ? 0 : 1;  // a GEMM kernel may not call the transport
+  // A GEMM kernel may not call the transport.
+  producer.drain = sequential || put || engine != nullptr ? 0 : 1;
   producer.ship.device_split = beside ? params->device_split : 0;
   const auto ship = [&](int32_t grid, bool last, cudaStream_t where) {
     return put ? tilemoe_put_consumer_launch(&producer.ship, params->pes, grid, last, where)
                : tilemoe_consumer_launch(&producer.ship, grid, where);
   };
 
+  tilemoe::ScaleParams scale = params->scale;
+  scale.uncounted = engine != nullptr ? 1 : 0;
+
+  if (engine != nullptr && !good(plan_engine_copies(*engine, producer.ship.row_bytes))) {
+    return error;
+  }
   if (beside && !(good(cudaEventRecord(params->begin, stream)) &&
                   good(cudaStreamWaitEvent(side, params->begin, 0)))) {
     return error;
@@ -75,11 +93,17 @@ cudaError_t tilemoe_combine_launch(const CombineParams* params, cudaStream_t str
   if (beside && !(good(ship(ctas, false, side)) && good(cudaEventRecord(params->end, side)))) {
     return error;
   }
+  // In front of scale, which a host that launches one kernel at a time would wait for, and so for
+  // the peers' copies.
+  if (engine != nullptr && !good(queue_engine_copies(*engine, producer.ship, nullptr))) {
+    return error;
+  }
   if (sequential && !good(ship(ctas, false, stream))) return error;
   // In the drain's place: whatever the consumer beside the producer has not claimed.
   if (put && !sequential && !good(ship(params->sms, true, stream))) return error;
   // Scale needs this rank's GEMM 2 and its peers' rows, not this rank's consumer.
-  if (!good(tilemoe_scale_launch(&params->scale, stream))) return error;
+  if (!good(tilemoe_scale_launch(&scale, stream))) return error;
+  if (engine != nullptr) good(join_engine_copies(*engine, stream));
   if (beside) good(cudaStreamWaitEvent(stream, params->end, 0));
   return error;
 }

@@ -6,10 +6,13 @@
 
 namespace tilemoe {
 
+struct CopyEngine;  // copy/copy_engine.h
+
 enum class Mover : int32_t {
-  sm = 0,          // the consumer kernel beside the producer; the drain ships what is left
-  none = 1,        // no consumer kernel: the drain ships everything
-  sequential = 2,  // for measuring: producer without drain, and when it has ended the consumer
+  sm = 0,           // the consumer kernel beside the producer; the drain ships what is left
+  none = 1,         // no consumer kernel: the drain ships everything
+  sequential = 2,   // for measuring: producer without drain, and when it has ended the consumer
+  copy_engine = 3,  // no SM: streams wait for bands and copy; the call's C has been fetched
 };
 
 // How rows reach their owners: plain stores to its mapped memory, or the transport's puts.
@@ -29,7 +32,8 @@ struct CombineParams {
   cudaStream_t consumer_stream;  // of higher priority than the call's stream
   cudaEvent_t begin;             // both made with cudaEventDisableTiming
   cudaEvent_t end;
-  const int32_t* pes;  // device, [W]: the transport's number of each rank; read for put only
+  const int32_t* pes;       // device, [W]: the transport's number of each rank; read for put only
+  CopyEngine* copy_engine;  // host; of this rank's heap; read by its mover only
 };
 
 }  // namespace tilemoe
@@ -40,6 +44,8 @@ extern "C" {
 cudaError_t tilemoe_load();
 
 // Producer, consumer beside it on consumer_stream, scale behind the producer; what follows in
-// `stream` is behind all three. Nothing waits on the host.
+// `stream` is behind all three. Nothing waits on the host, but for the mover copy_engine: it waits
+// for C first (tilemoe_copy_engine_fetch), cannot be captured, and launches scale behind its
+// copies.
 cudaError_t tilemoe_combine_launch(const tilemoe::CombineParams* params, cudaStream_t stream);
 }

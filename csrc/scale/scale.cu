@@ -80,11 +80,13 @@ __device__ __forceinline__ int64_t since(uint64_t begin_ns, uint64_t time_ns) {
 }
 
 // One thread, while others sum: all of the record but its scale_end and epoch. It waits for the
-// rank's own rows to be shipped, because its consumer may still be at that.
+// rank's own rows to be shipped, because its consumer may still be at that, unless nobody counts
+// it.
 __device__ void write_record(const ScaleParams& p, uint64_t epoch, uint64_t arrival_ns) {
   const State& state = state_of(p.view);
   const Half& half = half_at(p.view, epoch);
-  while (read_count(&half.chunks_shipped) != static_cast<uint32_t>(state.chunks) &&
+  while (p.uncounted == 0 &&
+         read_count(&half.chunks_shipped) != static_cast<uint32_t>(state.chunks) &&
          now_ns() - arrival_ns < static_cast<uint64_t>(p.view.wait_timeout_ns) &&
          !group_failed(p.view)) {
   }
@@ -98,7 +100,7 @@ __device__ void write_record(const ScaleParams& p, uint64_t epoch, uint64_t arri
   record.iteration.last_put = since(down_ns, seen.last_put_ns);
   record.iteration.last_arrival = since(down_ns, arrival_ns);
   record.iteration.segments = state.segments;
-  record.iteration.backlog_at_producer_end = seen.backlog;
+  record.iteration.backlog_at_producer_end = p.uncounted == 0 ? seen.backlog : 0;
   record.iteration.chunks_drained = seen.chunks_drained;
   record.iteration.idle_spins = static_cast<int64_t>(seen.idle_spins);
   record.iteration.epoch = static_cast<int64_t>(epoch);

@@ -30,7 +30,8 @@ struct ScaleParams {
   int32_t n;            // N, a multiple of 8
   int32_t local_experts;
   Dtype dtype;
-  int32_t max_ctas;  // 0 = as many as fit; fewer where ranks share a GPU
+  int32_t max_ctas;   // 0 = as many as fit; fewer where ranks share a GPU
+  int32_t uncounted;  // 1: this rank's rows go by copy engines, which count no chunks
 };
 
 }  // namespace tilemoe

@@ -2,7 +2,8 @@
 
 Where dispatch is fused, a forward only launches: counts, plan, rows and sums stay on the device,
 and nothing waits for it. Where it goes by the process group's all_to_all (nccl_dispatch.py), which
-wants the counts on the host, each forward waits once, behind the count exchange.
+wants the counts on the host, each forward waits once, behind the count exchange. With the mover
+copy_engine it waits once as well, while GEMM 1 runs (cuda_copy.py).
 
 A rank that fails says so in its count exchange and raises. Its peers hear of it in page-locked
 memory, their result is NaN, and the next forward or ``check()`` raises. The heap stays usable only
@@ -319,6 +320,12 @@ class CudaBackend:
             raise TileMoEError(
                 f"layer {shape.name}: its dispatch goes by NCCL, which waits for counts on the host"
                 " and cannot be captured in a CUDA graph; wanted dispatch fused"
+            )
+        if capturing and self.mover == "copy_engine" and self.world > 1:
+            raise ConfigError(
+                f'tile_overlap.mover: got "copy_engine", and layer {shape.name} is being captured'
+                ' in a CUDA graph, where no host can wait for counts; wanted "auto", "sm" or'
+                ' "none"; fix: change it, or run without a graph'
             )
         return layer
 

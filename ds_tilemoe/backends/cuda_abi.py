@@ -51,6 +51,7 @@ class Mover(enum.IntEnum):
     SM = 0
     NONE = 1
     SEQUENTIAL = 2
+    COPY_ENGINE = 3
 
 
 class Outcome(enum.IntEnum):
@@ -338,6 +339,7 @@ class ScaleParams(Structure):
         ("local_experts", c_int32),
         ("dtype", c_int32),
         ("max_ctas", c_int32),
+        ("uncounted", c_int32),
     ]
 
 
@@ -355,6 +357,7 @@ class CombineParams(Structure):
         ("begin", c_void_p),
         ("end", c_void_p),
         ("pes", c_void_p),
+        ("copy_engine", c_void_p),
     )
 
 

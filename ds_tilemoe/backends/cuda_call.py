@@ -18,6 +18,7 @@ from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends import nccl_dispatch
 from ds_tilemoe.backends.base import Expert, LayerChange
 from ds_tilemoe.backends.cuda_blocks import exchange_timeout_ns, keep_for_graphs
+from ds_tilemoe.backends.cuda_copy import CopyEngine
 from ds_tilemoe.backends.cuda_errors import overfull
 from ds_tilemoe.backends.cuda_heap import CudaHeap
 from ds_tilemoe.backends.cuda_layer import Call, CudaLayer
@@ -84,6 +85,7 @@ class Caller:
             self._side.cuda_stream,
             (self._events[0].cuda_event, self._events[1].cuda_event),
         )
+        self._engine: CopyEngine | None = None
         self.stream: torch.cuda.Stream | None = None
         self._handle: int | None = None  # of it
 
@@ -114,7 +116,7 @@ class Caller:
         Args:
             stream: a cudaStream_t.
         """
-        tokens, wanted = call.x.shape[0], None
+        tokens, wanted, engine = call.x.shape[0], None, None
         peers_hear = self.peers_hear(heap, layer.shape.name, capturing)
         with peers_hear, self.range("count exchange"):
             split = self._splits.choose(layer, tokens, mover, capturing)
@@ -122,9 +124,13 @@ class Caller:
                 keep_for_graphs(heap)
                 if split.mover is abi.Mover.SM:
                     wanted = self._splits.wanted_word(layer, tokens)
+            if split.mover is abi.Mover.COPY_ENGINE:
+                engine = self._engine_of(heap)
             layer.launch_exchange(
                 0, tokens, call.places, split, wanted, self._group_timeout_ns, stream
             )
+            if engine is not None:
+                layer.fetch_counts(engine, stream)
         counts = None if layer.is_fused else self._await_counts(heap, layer)
         with peers_hear:
             if counts is not None:
@@ -139,8 +145,14 @@ class Caller:
                     )
             with self.range("down and combine"):
                 side, events = self._side_handles
-                layer.launch_combine(split, wanted is not None, side, events, stream)
+                layer.launch_combine(split, wanted is not None, side, events, stream, engine)
         return call.y
+
+    def _engine_of(self, heap: CudaHeap) -> int:
+        if self._engine is None or not self._engine.is_of(heap):
+            self._engine = CopyEngine(heap)
+        assert self._engine.handle is not None
+        return self._engine.handle
 
     def withdraw(
         self,

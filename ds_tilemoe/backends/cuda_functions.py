@@ -15,6 +15,7 @@ from ds_tilemoe.backends.cuda_abi import (
     CombineParams,
     ErrorRecord,
     ExchangeParams,
+    PlanKernelParams,
     ProducerKind,
     ProducerParams,
     RankView,
@@ -43,6 +44,12 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "tilemoe_consumer_launch": (c_int32, (POINTER(ShipParams), c_int32, c_void_p)),
     "tilemoe_combine_launch": (c_int32, (POINTER(CombineParams), c_void_p)),
+    "tilemoe_copy_engine_make": (
+        c_int32,
+        (POINTER(RankView), c_int32, c_int32, c_int64, POINTER(c_void_p)),
+    ),
+    "tilemoe_copy_engine_free": (None, (c_void_p,)),
+    "tilemoe_copy_engine_fetch": (c_int32, (c_void_p, POINTER(PlanKernelParams), c_void_p)),
     "tilemoe_fail_group": (
         c_int32,
         (POINTER(RankView), POINTER(ErrorRecord), c_void_p),

@@ -224,6 +224,18 @@ class CudaLayer:
             "the launch of the count exchange",
         )
 
+    def fetch_counts(self, engine: int, stream: int) -> None:
+        """The counts of the exchange on their way to the host, which waits for them in
+        :meth:`launch_combine` with the mover COPY_ENGINE.
+
+        Args:
+            engine: handle of the heap's CopyEngine.
+        """
+        check(
+            self._heap.library.tilemoe_copy_engine_fetch(engine, self._exchange.plan, stream),
+            "the copy of the counts to the host",
+        )
+
     def launch_front(self, stream: int) -> None:
         """Dispatch, unless it has taken place, and GEMM 1."""
         gemm = self._front
@@ -235,13 +247,20 @@ class CudaLayer:
         )
 
     def launch_combine(
-        self, split: Split, on_device: bool, side: int, events: tuple[int, int], stream: int
+        self,
+        split: Split,
+        on_device: bool,
+        side: int,
+        events: tuple[int, int],
+        stream: int,
+        engine: int | None = None,
     ) -> None:
         """GEMM 2 beside the return of its rows, then the weighted sum.
 
         Args:
             on_device: the split's number is the most, and the wanted word decides.
             side: stream of the consumer; events: begin and end of it.
+            engine: handle, for the mover COPY_ENGINE; the host waits for the counts here.
         """
         params, down = self._combine, self._down
         beside = split.mover is abi.Mover.SM and not on_device
@@ -251,6 +270,7 @@ class CudaLayer:
         params.device_split = int(on_device and split.mover is abi.Mover.SM)
         params.consumer_stream = side
         params.begin, params.end = events
+        params.copy_engine = engine
         check(
             self._heap.library.tilemoe_combine_launch(params, stream),
             "the launch of GEMM 2 and the combine",

@@ -36,7 +36,12 @@ SHORT_CALLS_A_LESSON = 8
 CALM_LESSONS = 32  # in a row without a change
 CALM_NS = 2_000_000  # of calls between two lessons then, but no more than of short ones
 OTHER_LOAD = 0.08  # of the last lesson's: a call that differs by more teaches
-MOVERS = {"sm": abi.Mover.SM, "none": abi.Mover.NONE, "sequential": abi.Mover.SEQUENTIAL}
+MOVERS = {
+    "sm": abi.Mover.SM,
+    "none": abi.Mover.NONE,
+    "sequential": abi.Mover.SEQUENTIAL,
+    "copy_engine": abi.Mover.COPY_ENGINE,
+}
 
 
 @dataclass
@@ -117,6 +122,8 @@ class Splits:
         """Makes what a layer needs here; in a capture no page-locked memory can be made."""
         if layer.fingerprint not in self._words:
             self._words[layer.fingerprint] = page_locked(4 * BUCKETS).numpy().view(np.int32)
+        if self._config.mover == "copy_engine":
+            return  # nothing of the split is left to choose
         if self._machine is not None and layer.fingerprint not in self.controllers:
             limits = limits_of(self._config)
             self.controllers[layer.fingerprint] = Controller(
@@ -168,6 +175,8 @@ class Splits:
         none = split._replace(num_consumer_ctas=0, mover=abi.Mover.NONE)
         if split.mover is abi.Mover.NONE or self._world == 1:  # then there is nothing to ship
             return none
+        if split.mover is abi.Mover.COPY_ENGINE:
+            return split._replace(num_consumer_ctas=0)
         is_open = mover == config.num_consumer_ctas == "auto" and config.min_consumer_ctas <= 1
         if choice is not None:
             waves = choice.local_tail_waves
@@ -243,7 +252,8 @@ class Splits:
             if told is not None and told[0] is choice:
                 return told[1]
             reason = controller.why(key[1])
-        mover = "sm" if record.consumer_ctas else "none"
+        without = "copy_engine" if self._config.mover == "copy_engine" else "none"
+        mover = "sm" if record.consumer_ctas else without
         found = choice._replace(num_consumer_ctas=record.consumer_ctas, mover=mover), reason
         self._told[key] = (choice, found)
         return found

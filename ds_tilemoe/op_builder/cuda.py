@@ -29,8 +29,9 @@ class CUDATileMoEBuilder(TileMoEBuilder, CUDAOpBuilder):
     NAME = "tilemoe_cuda"
 
     def sources(self) -> list[str]:
-        """Absolute paths of the .cu files."""
-        return [str(path) for path in sorted(self.root.rglob("*.cu"))]
+        """Absolute paths of the .cu files, and of the host planner, for the copy-engine mover."""
+        found = [*self.root.rglob("*.cu"), *self.root.glob("planner/planner.cpp")]
+        return [str(path) for path in sorted(found)]
 
     def include_paths(self) -> list[str]:
         """The sources' own directory; those of CUTLASS and NVSHMEM are found by the build."""
@@ -82,7 +83,7 @@ class CUDATileMoEBuilder(TileMoEBuilder, CUDAOpBuilder):
     def _recipe(self) -> CudaLibrary:
         """Raises BuildError if something is missing."""
         sources = tuple(map(Path, self.sources()))
-        if not sources:
+        if not any(path.suffix == ".cu" for path in sources):
             raise BuildError(
                 f"got no .cu file below {str(self.root)!r}; wanted the CUDA sources; "
                 "fix: install ds_tilemoe again"

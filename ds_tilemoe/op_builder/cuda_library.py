@@ -43,7 +43,7 @@ class CudaLibrary:
     Attributes:
         name: of the op.
         root: directory of the sources; all .cu, .cuh and .h files below it enter the key.
-        sources: the .cu files to compile, one object each.
+        sources: the .cu and .cpp files to compile, one object each.
         relocatable: those of them that call device functions of NVSHMEM or of each other; they are
             linked on their own, and the rest keeps the speed of whole-program compilation.
         compiler: the host compiler's command line, without flags.
@@ -71,6 +71,7 @@ class CudaLibrary:
         """Hash of sources, headers, flags, versions, compilers and kind of machine."""
         parts = [self.name, *self.flags, _EXPORTS, compiler_version(self.compiler)]
         parts += [self.toolkit.version, self.cutlass.version, self.nvshmem.version]
+        parts += [path.read_text() for path in self.sources if path.suffix == ".cpp"]
         parts += [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
         return content_key(parts, self.root, (".cu", ".cuh", ".h"))
 

@@ -40,8 +40,9 @@ class Settings(NamedTuple):
 class Variant(NamedTuple):
     """One way to run the operator.
 
-    mover: "sm" (consumer beside the producer), "none" (the drain ships all), "sequential" (producer
-    without drain, then the consumer, then scale) or "split" (the same with a clock between).
+    mover: "sm" (consumer beside the producer), "none" (the drain ships all), "copy_engine" (CUDA),
+    "sequential" (producer without drain, then the consumer, then scale) or "split" (the same with a
+    clock between).
     ctas: of the consumer; threads on a CPU.
     """
 

@@ -62,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", **several, type=sizes(NAMES), metavar=NAMES, help="several; M = rows")
     add("--routing", action="append", choices=list(ROUTINGS), help="repeatable")
     add("--layout", action="append", choices=["compact", "aligned"], help="repeatable")
-    add("--mover", action="append", choices=["sm", "none"], help="repeatable")
+    movers = ["sm", "none", "copy_engine"]
+    add("--mover", action="append", choices=movers, help="repeatable; sm and none unless given")
     threads = f"on a CPU its threads, 1 to {MAX_CPU_CONSUMERS}"
     add("--split", type=sizes("..."), metavar="C,C,...", help=f"CTAs of the consumer; {threads}")
     add("--tile-n", type=sizes("..."), metavar="N,N", help="columns of a tile; 128 only if N small")
@@ -133,6 +134,8 @@ def _defaults(args: argparse.Namespace, world: World) -> None:
     args.rounds = FEWEST_ROUNDS if args.quick else args.rounds
     args.layout = args.layout or ["compact"]
     args.mover = args.mover or ["sm", "none"]
+    if "copy_engine" in args.mover and not (world.on_gpu and world.ranks > 1):
+        raise BenchError("--mover: got copy_engine, wanted sm or none on a CPU or on one rank")
     waves = args.local_tail_waves or ["auto"]
     args.local_tail_waves = [int(word) if word.isdigit() else word for word in waves]
     args.dtype = args.dtype or ("bfloat16" if world.on_gpu else "float32")

@@ -22,6 +22,7 @@ from benches.records import BenchError
 from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends.base import FrontGemm, LayerShape
 from ds_tilemoe.backends.cuda import CudaBackend
+from ds_tilemoe.backends.cuda_copy import CopyEngine
 from ds_tilemoe.backends.cuda_functions import check
 from ds_tilemoe.backends.cuda_layer import Split
 from ds_tilemoe.backends.cuda_plan import plan_params, tail_waves
@@ -32,9 +33,11 @@ from ds_tilemoe.stats import IterationStats
 
 NAN = float("nan")
 NO_FRONT = 64  # width of rows that nobody dispatches
+COUNTS_US = 2000.0  # in which counts come to the host and copies are queued
 _MOVERS = {
     "sm": abi.Mover.SM,
     "none": abi.Mover.NONE,
+    "copy_engine": abi.Mover.COPY_ENGINE,
     "sequential": abi.Mover.SEQUENTIAL,
     "split": abi.Mover.SEQUENTIAL,
 }
@@ -127,6 +130,7 @@ class CudaOperator:
         self._source = random_rows((used, shape.k), 1.0, dtype, seed, world.device)
         self._routings = [self._on_device(routed, hidden, dtype) for routed in routings]
         self._lead = Lead()
+        self._engine: CopyEngine | None = None
         # A place for the stats of each call that has not been waited for.
         self._unfinished: list[list[IterationStats]] = []
         self._spare: list[list[torch.cuda.Event]] = []
@@ -157,13 +161,17 @@ class CudaOperator:
         All hosts begin together, on idle devices. The device sleeps until the host has launched all
         of the call; a sample is NaN where that was not long enough. A's rows are written anew, as
         GEMM 1 would leave the L2. The count exchange brings the ranks together on the device, and
-        the clock starts behind it.
+        the clock starts behind it. With "copy_engine" the device sleeps there instead, as long on
+        all ranks: where GEMM 1 would be, while the host waits for the counts.
         """
         stream = torch.cuda.current_stream().cuda_stream
         events = self._events()
         routes = self._routings[routing]
+        is_engine = variant.mover == "copy_engine"
+        if is_engine and self._engine is None:
+            self._engine = CopyEngine(self._heap)
         self._world.together()
-        self._world.sleep(self._lead.us)
+        self._world.sleep(0 if is_engine else self._lead.us)
         began = time.perf_counter_ns()
         self._layer.hidden[: len(self._source)].copy_(self._source)
         call = self._layer.prepare(routes.x, self._experts, *routes[1:])
@@ -175,15 +183,23 @@ class CudaOperator:
             self._exchange(len(call.x), call.places, split, stream)
             events[5].record()
         self._exchange(len(call.x), call.places, split, stream)
+        handle = None
+        if is_engine:
+            assert self._engine is not None
+            handle = self._engine.handle
+            assert handle is not None
+            self._layer.fetch_counts(handle, stream)
+            self._world.sleep(COUNTS_US)
         events[0].record()
         if is_split:
             self._launch_apart(variant.ctas, events, stream)
         else:
             events[1].record()
             side, events_of_side = self._beside
-            self._layer.launch_combine(split, False, side, events_of_side, stream)
+            self._layer.launch_combine(split, False, side, events_of_side, stream, handle)
         events[4].record()
-        self._lead.took(began)
+        if not is_engine:  # else the device's sleep is in it
+            self._lead.took(began)
         late = events[0].query()
         told: list[IterationStats] = []
         self._unfinished.append(told)

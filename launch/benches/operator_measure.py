@@ -34,7 +34,8 @@ class Measured:
     """Times of one operator. Making it is the work: a collective.
 
     Attributes:
-        timed: the variants that make records: mover sm at each split, none, sequential.
+        timed: the variants that make records: mover sm at each split, none, copy_engine,
+            sequential.
         gemm, copy: [rounds] us, GEMM 2 and the copy of its rows, each alone.
 
     Raises:
@@ -46,7 +47,7 @@ class Measured:
     ) -> None:
         self._world, self._op, self._routings = world, op, routings
         movers = [Variant("sm", c) for c in args.split] if "sm" in args.mover else []
-        movers += [Variant("none", 0)] if "none" in args.mover else []
+        movers += [Variant(name, 0) for name in ("none", "copy_engine") if name in args.mover]
         copies = COPY_SPLITS if world.on_gpu else args.split
         self._check([*movers, *(Variant("split", c) for c in copies)])
 

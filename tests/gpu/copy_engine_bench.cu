@@ -1,17 +1,19 @@
 // Would a copy engine bring rows back faster than SMs? Times the operator with the rows' return by
-// copy engines (copy_engine.cuh) against the consumer at some splits and against none: interleaved,
-// balanced routing, fresh rows of A, all GPUs busy, slowest rank. It is the engine's best case: the
-// host knows C in advance and has queued everything before the GEMM begins. What is not bit-equal
-// to sequential is not timed.
+// copy engines (copy_ahead.cuh) against the consumer at some splits and against none: interleaved,
+// fresh rows of A, all GPUs busy, slowest rank. It is the engine's best case: the host knows C in
+// advance and has queued everything before the GEMM begins. What is not bit-equal to sequential is
+// not timed.
 //   copy_engine_bench [ranks=N] [runs=100] [shapes=0,1,2,3,4] [tiles=256,128] [splits=4,6,8,10,12]
 //                     [copies=1,2,4] [least=8388608] [checks=5] [head_start_us=3000] [tail=-1]
+//                     [routing=0]
+// routing: of kRoutings; but for 0 runs differ in length, so that each is a copy of its own.
 // copies: most copies a peer; least: bytes of a copy, at least. A run in which no rank goes on for
 // 20 s is ended with 3: nothing on the GPU ends the wait of a stream.
 #include <map>
 #include <set>
 #include <sstream>
 
-#include "copy_engine.cuh"
+#include "copy_ahead.cuh"
 
 namespace {
 
@@ -21,7 +23,8 @@ constexpr double kLimitS = 20.0;
 constexpr int64_t kDeviceTimeoutNs = 10'000'000'000;  // so that the kernels have ended by then
 
 struct Options {
-  int ranks = 0, runs = 100, least = 8 << 20, checks = 5, head_start_us = 3000, tail = -1;
+  int ranks = 0, runs = 100, least = 8 << 20, checks = 5, head_start_us = 3000, tail = -1,
+      routing = 0;
   std::vector<int> shapes{0, 1, 2, 3, 4}, tiles{256, 128}, splits{4, 6, 8, 10, 12}, copies{1, 2, 4};
 };
 
@@ -79,14 +82,15 @@ size_t fastest(const std::vector<Times>& times, size_t begin, size_t end) {
 // True if the engine gains 3 %.
 bool compare(const Options& o, const ShapeSpec& spec, int tile_n) {
   const Shape shape = shape_of(spec, o.ranks, tile_n, 64 << 10, o.tail);
-  Bench b(shape, spec, 0, o.runs * 7919, int64_t{o.head_start_us} * 1000);
+  Bench b(shape, spec, o.routing, o.runs * 7919, int64_t{o.head_start_us} * 1000);
   for (Rank& rank : b.group().ranks()) {
     Group::change_view(rank, [](RankView& view) { view.wait_timeout_ns = kDeviceTimeoutNs; });
     rank.exchange.group_timeout_ns = kDeviceTimeoutNs;
   }
-  PeerStreams streams(b.group());
-  std::printf("--- M %d N %d K %d, %d local experts, top-%d, %d ranks, balanced, tile_n %d\n",
-              spec.m, spec.n, spec.k, spec.local_experts, spec.topk, o.ranks, tile_n);
+  b.group().make_engines(1, 1);
+  std::printf("--- M %d N %d K %d, %d local experts, top-%d, %d ranks, %s, tile_n %d\n", spec.m,
+              spec.n, spec.k, spec.local_experts, spec.topk, o.ranks, kRoutings[o.routing].first,
+              tile_n);
   const auto plain = [](const std::string& name, Mover mover, int ctas) {
     return Variant{name, mover, ctas, false, 0, false};
   };
@@ -107,21 +111,18 @@ bool compare(const Options& o, const ShapeSpec& spec, int tile_n) {
   good = add(plain("none", Mover::none, 0)) && good;
   if (!good) std::exit(1);
   const size_t first_engine = variants.size();
-  std::vector<std::unique_ptr<CopyEngine>> engines;
+  std::vector<std::unique_ptr<CopyAhead>> engines;
   std::set<std::string> cuts;
-  for (bool boxes : {false, true}) {
-    for (int most : o.copies) {
-      auto engine = std::make_unique<CopyEngine>(b, streams, most, o.least, boxes);
-      const std::string words = engine->words();
-      if (!cuts.insert(words).second) continue;  // `least` lets it cut no finer than one before
-      Variant variant =
-          plain("engine " + std::to_string(most) + (boxes ? " boxes" : " ranges"), Mover::none, 0);
-      variant.launch = [e = engine.get()](Rank& rank, const CombineParams& p, int fresh) {
-        e->launch(rank, p, fresh);
-      };
-      std::printf("%-16s rank 0: %s\n", variant.name.c_str(), words.c_str());
-      if (add(variant)) engines.push_back(std::move(engine));
-    }
+  for (int most : o.copies) {
+    auto engine = std::make_unique<CopyAhead>(b, most, o.least);
+    const std::string words = engine->words();
+    if (!cuts.insert(words).second) continue;  // `least` lets it cut no finer than one before
+    Variant variant = plain("engine " + std::to_string(most), Mover::none, 0);
+    variant.launch = [e = engine.get()](Rank& rank, const CombineParams& p, int fresh) {
+      e->launch(rank, p, fresh);
+    };
+    std::printf("%-16s rank 0: %s\n", variant.name.c_str(), words.c_str());
+    if (add(variant)) engines.push_back(std::move(engine));
   }
   if (engines.empty()) std::exit(1);
 
@@ -175,9 +176,13 @@ int main(int argc, char** argv) {
   Options o;
   const std::map<std::string, std::vector<int>*> lists{
       {"shapes", &o.shapes}, {"tiles", &o.tiles}, {"splits", &o.splits}, {"copies", &o.copies}};
-  const std::map<std::string, int*> numbers{
-      {"ranks", &o.ranks},   {"runs", &o.runs}, {"least", &o.least},
-      {"checks", &o.checks}, {"tail", &o.tail}, {"head_start_us", &o.head_start_us}};
+  const std::map<std::string, int*> numbers{{"ranks", &o.ranks},
+                                            {"runs", &o.runs},
+                                            {"least", &o.least},
+                                            {"checks", &o.checks},
+                                            {"tail", &o.tail},
+                                            {"routing", &o.routing},
+                                            {"head_start_us", &o.head_start_us}};
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     const size_t at = argument.find('=');
@@ -194,12 +199,13 @@ int main(int argc, char** argv) {
   }
   const int devices = gpus();
   if (o.ranks == 0) o.ranks = devices;
-  if (o.ranks < 2 || o.ranks > devices || o.splits.empty() || o.checks < 1 || o.runs < 4) {
+  if (o.ranks < 2 || o.ranks > devices || o.routing < 0 || o.routing > 3 || o.splits.empty() ||
+      o.checks < 1 || o.runs < 4) {
     std::fprintf(
         stderr,
-        "got ranks %d of %d GPUs, %zu splits, checks %d, runs %d; wanted two ranks or more, "
-        "one a GPU, a split, a check and 4 runs\n",
-        o.ranks, devices, o.splits.size(), o.checks, o.runs);
+        "got ranks %d of %d GPUs, routing %d, %zu splits, checks %d, runs %d; wanted two ranks or "
+        "more, one a GPU, routing 0 to 3, a split, a check and 4 runs\n",
+        o.ranks, devices, o.routing, o.splits.size(), o.checks, o.runs);
     return 2;
   }
   int gained = 0, cases = 0;

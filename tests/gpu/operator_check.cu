@@ -2,7 +2,7 @@
 // owner, expert and route, NaN everywhere else. Ranks are host threads over the GPUs there are.
 // Exit code 0 means that all checks passed.
 //   operator_check [SEED [PART [ITERATIONS]]]
-//   PART: all (default) | stress | large | records | splits | failures | small (for
+//   PART: all (default) | stress | large | engine | records | splits | failures | small (for
 //   compute-sanitizer) | serial (for CUDA_LAUNCH_BLOCKING=1 and CUDA_DEVICE_MAX_CONNECTIONS=1)
 //   operator_check SEED faults [SECONDS]: ends with 1 if a fault shows (for builds with FAULT=)
 //   operator_check SEED processes [CALLS [LIMIT_S]]: each rank a process, also two on one GPU
@@ -12,6 +12,7 @@
 // matters.
 #include "hunt.cuh"
 #include "operator_checked.cuh"
+#include "operator_engine.cuh"
 #include "operator_failures.cuh"
 #include "operator_matrix.cuh"
 #include "operator_process.cuh"
@@ -526,6 +527,7 @@ int main(int argc, char** argv) {
       }
     }
   }
+  if (part == "all" || part == "engine") engine_cases(iterations, seed);
   if (part == "all" || part == "records") records(seed);
   if (part == "all" || part == "splits") splits_of_a_graph(seed);
   if (part == "all" || part == "failures") {

@@ -23,6 +23,7 @@
 
 #include "consumer/combine.h"
 #include "consumer/fail.h"
+#include "copy/copy_engine.h"
 #include "host.cuh"
 #include "planner/exchange.h"
 #include "planner/planner.h"
@@ -181,7 +182,8 @@ struct Rank {
   CombineParams combine{};
   uint16_t *a = nullptr, *d = nullptr, *y = nullptr;
   std::vector<const void*> b;
-  Verdict* verdict = nullptr;  // device
+  Verdict* verdict = nullptr;    // device
+  CopyEngine* engine = nullptr;  // of Group::make_engines
   cudaStream_t probe = nullptr;
   cudaEvent_t stage[kStages] = {};
   uint64_t epoch = 0;  // exchanges queued since reset(); wrong behind a captured graph
@@ -274,6 +276,7 @@ class Group {
       cudaFreeHost(rank.error);
       cudaFreeHost(rank.records);
       cudaFreeHost(rank.wanted_ctas);
+      tilemoe_copy_engine_free(rank.engine);
     }
   }
   Group(const Group&) = delete;
@@ -294,6 +297,15 @@ class Group {
       *rank.error = {};
       std::fill_n(rank.records, kCallRecords, CallRecord{});
       rank.epoch = 0;
+    }
+  }
+
+  // For Mover::copy_engine, before any call. most, least_bytes: as in plan_copies.
+  void make_engines(int most, int64_t least_bytes) {
+    for (Rank& rank : ranks_) {
+      rank.use();
+      CHECK_CUDA(tilemoe_copy_engine_make(&rank.view, shape_.world * shape_.experts(), most,
+                                          least_bytes, &rank.engine));
     }
   }
 
@@ -337,7 +349,11 @@ class Group {
     return p;
   }
   void launch_combine(Rank& rank, const Routing& routing, Mover mover, int ctas) {
-    const CombineParams p = combine_params(rank, routing, mover, ctas);
+    CombineParams p = combine_params(rank, routing, mover, ctas);
+    if (mover == Mover::copy_engine) {
+      p.copy_engine = rank.engine;
+      CHECK_CUDA(tilemoe_copy_engine_fetch(rank.engine, &rank.exchange.plan, rank.main));
+    }
     CHECK_CUDA(tilemoe_combine_launch(&p, rank.main));
   }
   // Every row of A, D, the receive room and y becomes NaN. Before the exchange, by the reuse rule.

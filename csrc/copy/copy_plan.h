@@ -1,14 +1,14 @@
-// How a copy engine would bring a rank's rows back to their owners: which copies, and the bands
-// that each waits for. Host only.
+// How copy engines bring a rank's rows back to their owners: which copies, and the bands that each
+// waits for. Host only, from C alone; the band numbers are those of the device's plan.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "planner/planner.h"
+#include "../planner/planner.h"
 
-namespace harness {
+namespace tilemoe {
 
 // Rows that lie side by side in GEMM 2's output and in their owner's receive room.
 struct RowRange {
@@ -45,17 +45,26 @@ struct PeerCopies {
   std::vector<EngineCopy> copies;
 };
 
-// The segments of a rank's plan; counts: C [W, E].
-inline std::vector<tilemoe::Segment> segments_of(const tilemoe::PlanParams& params,
-                                                 const std::vector<int32_t>& counts) {
-  tilemoe::PlanView plan{};
-  plan.sizes = tilemoe::plan_sizes(params, counts.data());
+// What the copies of a call follow from. bands and segments: of the whole plan, local bands too.
+struct CopyPlan {
+  int32_t bands = 0;
+  int32_t segments = 0;
+  std::vector<PeerCopies> peers;  // the next rank first; without those that are owed nothing
+};
+
+// At most `most` copies an owner, alike in rows, and fewer where they would be shorter than
+// least_bytes. counts: C [W, E]. Throws what the planner throws.
+inline CopyPlan plan_copies(PlanParams params, const int32_t* counts, int64_t row_bytes, int most,
+                            int64_t least_bytes) {
+  params.chunk_rows = INT32_MAX;  // nobody claims chunks: one a segment
+  PlanView plan{};
+  plan.sizes = plan_sizes(params, counts);
   const int64_t experts = int64_t{params.world} * params.local_experts;
   std::vector<int64_t> expert_row(params.local_experts + 1), run_row(experts),
       arrival_target(params.world), dispatch_row(experts), recv_row(experts + 1);
-  std::vector<tilemoe::Band> bands(plan.sizes.bands);
-  std::vector<tilemoe::Segment> segments(plan.sizes.segments);
-  std::vector<tilemoe::Chunk> chunks(plan.sizes.chunks);
+  std::vector<Band> bands(plan.sizes.bands);
+  std::vector<Segment> segments(plan.sizes.segments);
+  std::vector<Chunk> chunks(plan.sizes.chunks);
   plan.expert_row = expert_row.data();
   plan.run_row = run_row.data();
   plan.bands = bands.data();
@@ -64,26 +73,18 @@ inline std::vector<tilemoe::Segment> segments_of(const tilemoe::PlanParams& para
   plan.arrival_target = arrival_target.data();
   plan.dispatch_row = dispatch_row.data();
   plan.recv_row = recv_row.data();
-  tilemoe::plan_fill(params, counts.data(), &plan);
-  return segments;
-}
+  plan_fill(params, counts, &plan);
 
-// At most `most` copies an owner, alike in rows, and fewer where they would be shorter than
-// least_bytes. Owners from the next rank on; those that are owed nothing are left out.
-inline std::vector<PeerCopies> plan_copies(const tilemoe::PlanParams& params,
-                                           const std::vector<int32_t>& counts, int64_t row_bytes,
-                                           int most, int64_t least_bytes) {
-  const std::vector<tilemoe::Segment> segments = segments_of(params, counts);
-  std::vector<PeerCopies> peers;
+  CopyPlan result{plan.sizes.bands, plan.sizes.segments, {}};
   for (int32_t place = 1; place < params.world; ++place) {
-    PeerCopies peer{(params.rank + place) % params.world};
+    PeerCopies peer{(params.rank + place) % params.world, 0, {}};
     int64_t all = 0;
-    for (const tilemoe::Segment& s : segments) all += s.owner == peer.owner ? s.rows : 0;
+    for (const Segment& s : segments) all += s.owner == peer.owner ? s.rows : 0;
     if (all == 0) continue;
     const int64_t count =
         std::max<int64_t>(1, std::min<int64_t>(most, all * row_bytes / least_bytes));
     int64_t last = -1;
-    for (const tilemoe::Segment& s : segments) {
+    for (const Segment& s : segments) {
       if (s.owner != peer.owner) continue;
       const int64_t number = peer.rows * count / all;
       if (number != last) peer.copies.emplace_back();
@@ -103,9 +104,9 @@ inline std::vector<PeerCopies> plan_copies(const tilemoe::PlanParams& params,
       copy.rows += s.rows;
       peer.rows += s.rows;
     }
-    peers.push_back(std::move(peer));
+    result.peers.push_back(std::move(peer));
   }
-  return peers;
+  return result;
 }
 
-}  // namespace harness
+}  // namespace tilemoe
