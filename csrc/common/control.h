@@ -146,7 +146,7 @@ struct State {
   // before the host knew. The rank at fault may not come to that call, and the host may be in a
   // copy behind it, where it looks at nothing: so the device fails the group, and nobody waits.
   // Writer: thread 0 of the exchange; the host, in stream order, once nothing of this rank is
-  // queued (tilemoe_say_heard). Reader: thread 0 of the next exchange. Scope and order: the
+  // queued (tilemoe_say_heard). Reader: the next exchange. Scope and order: the
   // stream's. Not a page-locked word: what the host writes there says nothing about what it had
   // queued by then, replays of a graph above all.
   uint64_t unheard;

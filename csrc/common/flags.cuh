@@ -206,9 +206,12 @@ __device__ __forceinline__ uint32_t read_count(const uint32_t* word) {
   return value;
 }
 
-// ---- Programmatic dependent launch: scale's CTAs come while the producer ships what is left.
-// allow_dependents: by one thread a CTA, once no work of the kernel needs a further SM.
-// await_prerequisites: returns when the kernel in front has ended and its writes are visible.
+// ---- Programmatic dependent launch: the next kernel's CTAs come while this one still runs.
+// allow_dependents: by one thread a CTA, once no work of the kernel needs a further SM, and, but in
+// a call's first kernel, behind await_prerequisites: scale looks at the call's state in front of
+// its own wait and relies on it that the exchange has ended once both GEMMs have come so far.
+// await_prerequisites: by all threads of all CTAs, so that the end of a kernel is the end of all in
+// front of it; returns when the kernel in front has ended and its writes are visible.
 __device__ __forceinline__ void allow_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

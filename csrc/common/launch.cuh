@@ -1,16 +1,19 @@
-// A launch whose kernel may come while the kernel in front of it in the stream still runs.
+// Launches, early ones among them: whose kernel may come while the one in front still runs.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace tilemoe {
 
-// The kernel waits by itself (await_prerequisites, flags.cuh), in every thread and before it reads
-// or writes anything. Behind a kernel that does not allow dependents, or another operation of the
-// stream, it comes when that has ended. `behind` false: an ordinary launch.
-template <class Params>
-cudaError_t launch_behind(void (*kernel)(Params), int64_t ctas, int threads, size_t shared_bytes,
-                          const Params& params, cudaStream_t stream, bool behind = true) {
+// `early`: the kernel may come while the kernel in front of it in the stream still runs, and waits
+// by itself (await_prerequisites, flags.cuh). Behind a kernel that does not allow dependents, or
+// another operation of the stream, it comes when that has ended. An error is returned and not left
+// for the next launch of this thread to find.
+template <class... Params>
+cudaError_t launch(void (*kernel)(Params...), int64_t ctas, int threads, size_t shared_bytes,
+                   cudaStream_t stream, bool early, const Params&... params) {
   cudaLaunchAttribute programmatic{};
   programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   programmatic.val.programmaticStreamSerializationAllowed = 1;
@@ -20,8 +23,10 @@ cudaError_t launch_behind(void (*kernel)(Params), int64_t ctas, int threads, siz
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &programmatic;
-  config.numAttrs = behind ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  config.numAttrs = early ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params...);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
 }
 
 }  // namespace tilemoe

@@ -96,7 +96,7 @@ __device__ bool await_counts(const ExchangeParams& p, uint64_t epoch, Said& said
 
 // One thread, in front of everything. True if this rank has gone on behind a failure that its host
 // had not heard of, which fails the group. `unheard`: State::unheard.
-__device__ bool is_out_of_step(const RankView& view, uint64_t unheard, uint64_t epoch) {
+__device__ bool fail_if_out_of_step(const RankView& view, uint64_t unheard, uint64_t epoch) {
   if (unheard == 0) return false;
   fail_group(view, {Outcome::out_of_step, Wait::none, view.rank, view.rank, -1, unheard, 0, epoch});
   return true;
@@ -148,15 +148,15 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, uint64_t unhea
   const int32_t first = own_count(p, experts, threadIdx.x);  // under way meanwhile
   zero_half(p, epoch);
   bool good = !__syncthreads_or(threadIdx.x == 0 &&
-                                (is_out_of_step(view, unheard, epoch) || group_failed(view)));
+                                (fail_if_out_of_step(view, unheard, epoch) || group_failed(view)));
   if (good) {
     send_counts(p, epoch, experts, first);
     good = await_counts(p, epoch, said);
   }
   // GEMM 1's CTAs may come while the plan is made, not before: what the peers sent may itself have
   // waited for kernels that need these SMs.
-  if (threadIdx.x == 0) allow_dependents();
   if (threadIdx.x == 0) {
+    allow_dependents();
     ErrorRecord error{};
     if (good) {
       error = judge(p, epoch, said);
@@ -268,5 +268,5 @@ cudaError_t tilemoe_exchange_launch(const tilemoe::ExchangeParams* params, cudaS
   if (params == nullptr || !exchange::valid(*params)) return cudaErrorInvalidValue;
   const size_t bytes = plan::shared_bytes(params->plan.params);
   if (bytes > exchange::kDynamicLimit) return cudaErrorInvalidValue;
-  return launch_behind(exchange::exchange_kernel, 1, exchange::kThreads, bytes, *params, stream);
+  return launch(exchange::exchange_kernel, 1, exchange::kThreads, bytes, stream, true, *params);
 }

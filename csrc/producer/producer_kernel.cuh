@@ -224,7 +224,7 @@ struct Instance {
                                 kSharedBytes);
   }
   static cudaError_t launch(const ProducerParams& params, int32_t grid, cudaStream_t stream) {
-    return launch_behind(producer_kernel<T>, grid, kThreads, kSharedBytes, params, stream);
+    return tilemoe::launch(producer_kernel<T>, grid, kThreads, kSharedBytes, stream, true, params);
   }
 };
 

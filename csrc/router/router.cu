@@ -164,12 +164,6 @@ Work work_of(const RouterParams& r) {
   return w;
 }
 
-// `behind` another kernel of the call.
-cudaError_t launch(Kernel kernel, int32_t ctas, int32_t threads, size_t shared, bool behind,
-                   const Work& w, cudaStream_t stream) {
-  return launch_behind(kernel, ctas, threads, shared, w, stream, behind);
-}
-
 }  // namespace
 }  // namespace tilemoe::router
 
@@ -213,11 +207,12 @@ cudaError_t tilemoe_places_launch(const tilemoe::PlacesParams* params, cudaStrea
   const Work w = work_of(*params);
   const size_t shared = place_bytes(w.stride, w.lists);
   if (params->tokens <= kOneCtaTokens) {
-    return launch(one_places_kernel, 1, kThreads, shared, false, w, stream);
+    return tilemoe::launch(one_places_kernel, 1, kThreads, shared, stream, false, w);
   }
-  const cudaError_t error = launch(count_kernel, w.ctas, kThreads, shared, false, w, stream);
+  const cudaError_t error =
+      tilemoe::launch(count_kernel, w.ctas, kThreads, shared, stream, false, w);
   if (error != cudaSuccess) return error;
-  return launch(place_kernel, w.ctas + 1, kThreads, shared, true, w, stream);
+  return tilemoe::launch(place_kernel, w.ctas + 1, kThreads, shared, stream, true, w);
 }
 
 cudaError_t tilemoe_router_launch(const tilemoe::RouterParams* params, cudaStream_t stream) {
@@ -230,15 +225,16 @@ cudaError_t tilemoe_router_launch(const tilemoe::RouterParams* params, cudaStrea
   const size_t choose = choose_bytes(w.stride);
   const size_t place = place_bytes(w.stride, w.lists);
   if (tokens <= kOneCtaTokens) {
-    return launch(kernels.one, 1, kThreads, std::max(choose, place), false, w, stream);
+    return tilemoe::launch(kernels.one, 1, kThreads, std::max(choose, place), stream, false, w);
   }
-  cudaError_t error = launch(kernels.choose, w.ctas, kThreads, choose, false, w, stream);
+  cudaError_t error = tilemoe::launch(kernels.choose, w.ctas, kThreads, choose, stream, false, w);
   if (error == cudaSuccess) {
-    error = launch(place_kernel, w.ctas + 1, kThreads, place, true, w, stream);
+    error = tilemoe::launch(place_kernel, w.ctas + 1, kThreads, place, stream, true, w);
   }
   if (error != cudaSuccess || w.keep == w.limit) return error;
-  error = launch(select_kernel, experts, kSelectThreads, sizeof(Selection), true, w, stream);
+  error =
+      tilemoe::launch(select_kernel, experts, kSelectThreads, sizeof(Selection), stream, true, w);
   if (error != cudaSuccess) return error;
-  return launch(finish_kernel, ceil_div(tokens, kSelectThreads), kSelectThreads, 0, true, w,
-                stream);
+  return tilemoe::launch(finish_kernel, ceil_div(tokens, kSelectThreads), kSelectThreads, 0, stream,
+                         true, w);
 }

@@ -1,9 +1,11 @@
-// The gate's weights as three bf16 matrices whose sum they are, to 24 bits: so that tensor cores
-// can make logits of bf16 tokens with fp32's accuracy. Each product is exact in fp32.
+// The gate's fp32 weights as three bf16 matrices whose sum they are (all 24 bits of weights from
+// 2^-110 up to the largest bf16), for tensor cores: each product with a bf16 token is exact in
+// fp32. Their sums are the tensor cores', which round more coarsely than fp32's: docs/gpu-notes.md.
 #include <cuda_bf16.h>
 
 #include <algorithm>
 
+#include "../common/launch.cuh"
 #include "split.h"
 
 namespace tilemoe::router {
@@ -41,7 +43,6 @@ cudaError_t tilemoe_split_launch(const float* weights, void* parts, int64_t coun
   using namespace tilemoe::router;
   if (weights == nullptr || parts == nullptr || count < 1) return cudaErrorInvalidValue;
   const int64_t ctas = std::min<int64_t>((count + kThreads - 1) / kThreads, kMaxCtas);
-  split_kernel<<<static_cast<int>(ctas), kThreads, 0, stream>>>(
-      weights, static_cast<__nv_bfloat16*>(parts), count);
-  return cudaGetLastError();
+  return tilemoe::launch(split_kernel, ctas, kThreads, 0, stream, false, weights,
+                         static_cast<__nv_bfloat16*>(parts), count);
 }

@@ -357,5 +357,5 @@ cudaError_t tilemoe_scale_launch(const tilemoe::ScaleParams* params, cudaStream_
   const int64_t least = params->records != nullptr ? 2 : 1;
   if (ctas < least) ctas = least;
   const auto kernel = bf16 ? scale::scale_kernel<__nv_bfloat16> : scale::scale_kernel<__half>;
-  return launch_behind(kernel, ctas, scale::kThreads, 0, *params, stream);
+  return launch(kernel, ctas, scale::kThreads, 0, stream, true, *params);
 }
