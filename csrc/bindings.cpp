@@ -1,17 +1,18 @@
 // Python bindings: check tensors, call the library. No arithmetic but the CPU twin's GEMM, which is
-// torch's. The only file that knows torch.
+// torch's. The only file beside glance.h that knows torch.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
 #include "cpu/rank.h"
+#include "glance.h"
 #include "planner/planner.h"
 
 namespace py = pybind11;
+using tilemoe::Glance;
 using tilemoe::PlanParams;
 using tilemoe::PlanSizes;
 
@@ -251,116 +252,6 @@ class PyRank {
   int local_experts_ = 0;
 };
 
-// What modules were when it was made: their classes, no hooks and no forward of their own, the same
-// submodules in `parents`, the same parameters at the same addresses in `linears`. For
-// ds_tilemoe/layers/watch.py, which asks in every forward and knows what a change means.
-class Glance {
- public:
-  using Objects = std::vector<py::object>;
-
-  // `tables`, `parents` and `linears` are __dict__s, `tables` those of `modules`.
-  Glance(Objects modules, std::vector<py::dict> tables, std::vector<py::dict> parents,
-         std::vector<py::dict> linears)
-      : modules_(std::move(modules)),
-        tables_(std::move(tables)),
-        parents_(std::move(parents)),
-        linears_(std::move(linears)) {
-    demand(modules_.size() == tables_.size(), "got " + std::to_string(tables_.size()) +
-                                                  " tables, wanted " +
-                                                  std::to_string(modules_.size()));
-    for (const py::object& module : modules_) types_.push_back(py::type::of(module));
-    const auto keep = [](Objects& kept) {
-      return [&kept](PyObject* value) {
-        kept.push_back(py::reinterpret_borrow<py::object>(value));
-        return true;
-      };
-    };
-    for (const py::dict& table : parents_) {
-      demand(each_value(table, children_key_, keep(children_)), "a parent has no submodules");
-    }
-    for (const py::dict& table : linears_) {
-      demand(each_value(table, parameters_key_, keep(parameters_)), "a linear has no parameters");
-    }
-    for (const py::object& parameter : parameters_) operands_.push_back(operand_of(parameter));
-  }
-
-  bool holds() const {
-    for (std::size_t i = 0; i < modules_.size(); ++i) {
-      if (!py::type::handle_of(modules_[i]).is(types_[i]) ||
-          value_of(tables_[i], forward_key_) != nullptr || !is_empty(tables_[i], hooks_key_) ||
-          !is_empty(tables_[i], pre_hooks_key_)) {
-        return false;
-      }
-    }
-    std::size_t at = 0;
-    for (const py::dict& table : parents_) {
-      const auto same = [&](PyObject* value) {
-        return at < children_.size() && children_[at++].ptr() == value;
-      };
-      if (!each_value(table, children_key_, same)) return false;
-    }
-    if (at != children_.size()) return false;
-    at = 0;
-    for (const py::dict& table : linears_) {
-      const auto same = [&](PyObject* value) {
-        return at < parameters_.size() && parameters_[at].ptr() == value &&
-               operand_of(value) == operands_[at++];
-      };
-      if (!each_value(table, parameters_key_, same)) return false;
-    }
-    return at == parameters_.size();
-  }
-
- private:
-  // Memory that was given back may come again with another dtype or with other strides.
-  struct Operand {
-    const void* data;
-    at::ScalarType dtype;
-    bool is_contiguous;
-    bool operator==(const Operand&) const = default;
-  };
-
-  static Operand operand_of(py::handle parameter) {
-    if (!THPVariable_Check(parameter.ptr())) return {};  // no bias
-    const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
-    return {tensor.const_data_ptr(), tensor.scalar_type(), tensor.is_contiguous()};
-  }
-
-  // Null if there is none; borrowed.
-  static PyObject* value_of(const py::dict& table, const py::str& key) {
-    return PyDict_GetItemWithError(table.ptr(), key.ptr());
-  }
-
-  static bool is_empty(const py::dict& table, const py::str& key) {
-    PyObject* const found = value_of(table, key);
-    return found != nullptr && PyDict_Check(found) && PyDict_GET_SIZE(found) == 0;
-  }
-
-  // Whether table[key] is a dict and `visit` is true of all its values.
-  template <class Visit>
-  static bool each_value(const py::dict& table, const py::str& key, const Visit& visit) {
-    PyObject* const found = value_of(table, key);
-    if (found == nullptr || !PyDict_Check(found)) return false;
-    PyObject* value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(found, &at, nullptr, &value);) {
-      if (!visit(value)) return false;
-    }
-    return true;
-  }
-
-  // As the names of attributes are, so that a lookup compares pointers.
-  static py::str interned(const char* name) {
-    return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name));
-  }
-
-  Objects modules_, types_, children_, parameters_;
-  std::vector<py::dict> tables_, parents_, linears_;
-  std::vector<Operand> operands_;  // of the parameters
-  const py::str forward_key_ = interned("forward"), hooks_key_ = interned("_forward_hooks"),
-                pre_hooks_key_ = interned("_forward_pre_hooks"),
-                children_key_ = interned("_modules"), parameters_key_ = interned("_parameters");
-};
-
 // One plan, thrown away: for timing the planner and comparing it with the reference.
 py::dict plan(const PlanParams& params, const at::Tensor& counts) {
   const std::int64_t experts = static_cast<std::int64_t>(params.world) * params.local_experts;
@@ -446,11 +337,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return cpu::heap_offsets({world, max_experts, dispatch_bytes, recv_bytes}).block_bytes;
       },
       "Bytes of one rank's block of the symmetric heap.");
-  py::class_<Glance>(m, "Glance")
-      .def(py::init<Glance::Objects, std::vector<py::dict>, std::vector<py::dict>,
-                    std::vector<py::dict>>(),
+  py::class_<Glance>(m, "Glance", py::custom_type_setup(&Glance::be_collected))
+      .def(py::init<Glance::Objects, Glance::Tables, Glance::Tables, Glance::Tables,
+                    Glance::Attributes>(),
            py::kw_only(), py::arg("modules"), py::arg("tables"), py::arg("parents"),
-           py::arg("linears"))
+           py::arg("linears"), py::arg("attributes"))
       .def("holds", &Glance::holds, "Whether all is as it was when this was made.");
   py::class_<PyRank>(m, "Rank")
       .def(py::init<const at::Tensor&, int, int, int, std::int64_t, std::int64_t, std::int64_t,

@@ -2,8 +2,10 @@
 
 NVSHMEM starts once a process, over the whole world, so its PE numbers are the world's ranks and a
 smaller group uses those of its members. nvshmem4py owns the host library; our kernels' library has
-device state of its own and is attached to it (csrc/transport). Nothing ends by itself: a collective
-that a garbage collector or an exit handler starts on one rank hangs there.
+device state of its own and is attached to it (csrc/transport). The symmetric heap is ours alone:
+what others allocate there after the start is not seen, and NVSHMEM may end the process for lack of
+it. Nothing ends by itself: a collective that a garbage collector or an exit handler starts on one
+rank hangs there.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ ENVIRONMENT = {
 }
 ENVIRONMENT_ON_ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none"}  # no search for network devices
 
+_ADVICE = (
+    "; wanted nvshmem4py, and one NVSHMEM in the process; fix: pip install"
+    ' "ds_tilemoe[cuda]", and start no other NVSHMEM before'
+)
+
 _running: Transport | None = None
 
 
@@ -53,7 +60,7 @@ class Transport:
         self._library = library
         self._device = device
         self._settings = settings
-        self._room = self._measure() if settings.grows else None
+        self._room = None if settings.fixed_by else self._measure()
         self._blocks: set[int] = set()  # addresses
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -74,8 +81,7 @@ class Transport:
         """
         # Beforehand, because NVSHMEM does not survive an allocation that fails where it grows.
         room, settings = self._room, self._settings
-        growth, available = (0, nbytes) if room is None else (room.growth(nbytes), room.available)
-        wanted = nbytes + settings.piece if growth else 0
+        wanted, available = (0, nbytes) if room is None else (room.growth(nbytes), room.available)
         free = self._free(wanted)
         asked = _gather((nbytes, available, free, wanted))
         sizes = [size for size, *_ in asked]
@@ -94,8 +100,8 @@ class Transport:
         for rank, (_, _, free, wanted) in enumerate(asked):
             if free < wanted:
                 raise CapacityError(
-                    f"symmetric memory: needed {nbytes} bytes and up to {wanted - nbytes} of"
-                    f" rounding, available {free} on rank {rank}; set a smaller max_tokens_per_rank"
+                    f"symmetric memory: needed {nbytes} bytes, {wanted} with NVSHMEM's rounding,"
+                    f" available {free} on rank {rank}; set a smaller max_tokens_per_rank"
                 )
         import nvshmem.bindings
 
@@ -103,9 +109,8 @@ class Transport:
         if not all(_gather(bool(address))):
             raise CapacityError(
                 f"symmetric memory: NVSHMEM has no room for {nbytes} bytes; raise"
-                f" {transport_room.FIXED_SIZE}, here {settings.fixed_size}, as without CUDA VMM"
-                f" ({transport_room.FIXED}) its heap does not grow, or set a smaller"
-                " max_tokens_per_rank"
+                f" {transport_room.FIXED_SIZE}, here {settings.fixed_size}, as its heap does not"
+                f" grow ({settings.fixed_by}), or set a smaller max_tokens_per_rank"
             )
         if room is not None:
             room.take(address, nbytes)
@@ -171,7 +176,8 @@ def start(library: ctypes.CDLL) -> Transport:
         library: of ``CUDATileMoEBuilder().load()``.
 
     Raises:
-        BuildError: nvshmem4py is missing, or another NVSHMEM is in the way; on every rank.
+        BuildError: nvshmem4py is missing, another NVSHMEM is in the way, or a setting of NVSHMEM is
+            one that it or we refuse; on every rank.
     """
     global _running
     if _running is None:
@@ -180,7 +186,7 @@ def start(library: ctypes.CDLL) -> Transport:
 
 
 def _start(library: ctypes.CDLL) -> Transport:
-    problem, uid = "", None
+    problem, refusal, uid = "", "", None
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
         import nvshmem.core
@@ -188,13 +194,24 @@ def _start(library: ctypes.CDLL) -> Transport:
 
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
-        heap_settings = transport_room.read_settings(os.environ)
+        nvshmem_device = Device(device.index)
+        found = nvshmem_device.properties
+        has_vmm = bool(  # as NVSHMEM asks the GPU
+            found.virtual_memory_management_supported
+            and found.gpu_direct_rdma_with_cuda_vmm_supported
+        )
     except Exception as error:  # whatever it is, the peers must hear of it or they wait for ever
         problem = f"nvshmem4py or CUDA does not start ({type(error).__name__}: {error})"
-    seen = _gather((problem, socket.gethostname()))
-    _raise_first([text for text, _ in seen])
+    else:
+        try:
+            heap_settings = transport_room.read_settings(os.environ, has_vmm)
+        except ValueError as error:
+            refusal = str(error)
+    seen = _gather((problem, refusal, socket.gethostname()))
+    _raise_first([text for text, *_ in seen])
+    _raise_first([text for _, text, _ in seen], advice="")
     settings = dict(ENVIRONMENT)
-    if len({host for _, host in seen}) == 1:
+    if len({host for *_, host in seen}) == 1:
         settings |= ENVIRONMENT_ON_ONE_HOST
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -209,7 +226,6 @@ def _start(library: ctypes.CDLL) -> Transport:
     problem, uid = offer[0]
     _raise_first([problem])
 
-    nvshmem_device = Device(device.index)
     nvshmem_device.set_current()
     try:
         nvshmem.core.init(
@@ -245,13 +261,10 @@ def _gather(value: Any) -> list[Any]:
     return values
 
 
-def _raise_first(problems: list[str]) -> None:
+def _raise_first(problems: list[str], advice: str = _ADVICE) -> None:
     for rank, problem in enumerate(problems):
         if problem:
-            raise BuildError(
-                f"rank {rank}: {problem}; wanted nvshmem4py, and one NVSHMEM in the process; "
-                'fix: pip install "ds_tilemoe[cuda]", and start no other NVSHMEM before'
-            )
+            raise BuildError(f"rank {rank}: {problem}{advice}")
 
 
 class _Memory:

@@ -1,9 +1,10 @@
 """What NVSHMEM's symmetric heap can still hold, so that it is never asked for more.
 
-By the rules of NVSHMEM 3.4 (src/host/mem/mem_heap.cpp, custom_malloc.cpp): with CUDA VMM the heap
-takes device memory in pieces. A block lies in the first gap that it fits; if there is none, pieces
-for all of it are added at the end. A heap that may not grow so far unmaps itself, and the process
-ends of it. Without CUDA VMM the heap has one size, and a block that does not fit is just refused.
+By the rules of NVSHMEM 3.4 (src/host/mem/mem_heap.cpp, custom_malloc.cpp; whether it uses CUDA VMM:
+src/host/init/init.cu): with CUDA VMM the heap takes device memory in pieces. A block lies in the
+first gap that it fits; if there is none, pieces for all of it are added at the end. A heap that may
+not grow so far unmaps itself, and the process ends of it. Without CUDA VMM the heap has one size,
+and a block that does not fit is just refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 LIMIT, PIECE = "NVSHMEM_MAX_MEMORY_PER_GPU", "NVSHMEM_CUMEM_GRANULARITY"
 FIXED, FIXED_SIZE = "NVSHMEM_DISABLE_CUDA_VMM", "NVSHMEM_SYMMETRIC_SIZE"
+KIND, ALIGNED = "NVSHMEM_HEAP_KIND", "NVSHMEM_ENABLE_ALIGNED_MALLOC"
 _DEFAULTS = {LIMIT: 128 << 30, PIECE: 512 << 20, FIXED_SIZE: 1 << 30}  # of NVSHMEM 3.4.5
 ALIGNMENT = 512  # of blocks, in bytes
 _LEAST_PIECE, _LARGEST_PIECE = 2 << 20, 2 << 30  # by CUDA, by NVSHMEM
@@ -27,29 +29,47 @@ class Settings(NamedTuple):
     """NVSHMEM's own settings.
 
     Attributes:
-        grows: the heap grows, as it uses CUDA VMM.
+        fixed_by: why the heap does not grow, as it uses no CUDA VMM; "" where it does.
         limit: bytes that it stays below, rounded up to pieces.
         piece: bytes of device memory that it takes at once.
         fixed_size: bytes of a heap that does not grow.
     """
 
-    grows: bool
+    fixed_by: str
     limit: int
     piece: int
     fixed_size: int
 
 
-def read_settings(environment: Mapping[str, str]) -> Settings:
+def read_settings(environment: Mapping[str, str], has_vmm: bool) -> Settings:
     """What NVSHMEM reads when it starts.
 
+    Args:
+        has_vmm: the GPU has CUDA VMM, and GPUDirect RDMA with it; NVSHMEM asks for both.
+
     Raises:
-        ValueError: a size that NVSHMEM refuses too.
+        ValueError: a size that NVSHMEM refuses too, or aligned blocks.
     """
+    if _is_on(environment, ALIGNED):
+        raise ValueError(
+            f"{ALIGNED}: got {environment[ALIGNED]!r}; wanted 0, as with it NVSHMEM asks"
+            f" {PIECE} more for each block than is foreseen here; fix: unset it on all ranks"
+        )
     limit, piece, fixed_size = (_size(environment, name) for name in (LIMIT, PIECE, FIXED_SIZE))
     piece = min(max(piece, _LEAST_PIECE), _LARGEST_PIECE)
-    # Any other word stands for yes, also an empty one.
-    grows = environment.get(FIXED, "0")[:1] in set("0NnFf")
-    return Settings(grows, _round_up(limit, piece), piece, fixed_size)
+    fixed_by = ""
+    if _is_on(environment, FIXED):
+        fixed_by = FIXED
+    elif environment.get(KIND, "").upper() == "SYSMEM":
+        fixed_by = f"{KIND}=SYSMEM"
+    elif not has_vmm:
+        fixed_by = "the GPU has no CUDA VMM with GPUDirect RDMA"
+    return Settings(fixed_by, _round_up(limit, piece), piece, fixed_size)
+
+
+def _is_on(environment: Mapping[str, str], name: str) -> bool:
+    """Any other word stands for yes, also an empty one."""
+    return environment.get(name, "0")[:1] not in set("0NnFf")
 
 
 def _size(environment: Mapping[str, str], name: str) -> int:
@@ -65,7 +85,8 @@ def _size(environment: Mapping[str, str], name: str) -> int:
 
 
 class Room:
-    """The heap of this process, which grows. All ranks' are alike.
+    """The heap of this process, which grows. All ranks' are alike. It is ours alone: a block that
+    others have made since the start counts only as far as ours lie behind it.
 
     Args:
         base: address of the heap.

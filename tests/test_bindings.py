@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -112,6 +115,7 @@ def test_a_glance_wants_what_modules_have(op):
     linear = torch.nn.Linear(2, 2)
     table = vars(linear)
     good = {"modules": [linear], "tables": [table], "parents": [], "linears": [table]}
+    good["attributes"] = [(table, "in_features")]
     assert op.Glance(**good).holds()
     with pytest.raises(ValueError, match="got 0 tables, wanted 1"):
         op.Glance(**good | {"tables": []})
@@ -119,8 +123,44 @@ def test_a_glance_wants_what_modules_have(op):
         op.Glance(**good | {"linears": [{}]})
     with pytest.raises(ValueError, match="no submodules"):
         op.Glance(**good | {"parents": [{"_modules": None}]})
+    with pytest.raises(ValueError, match=r"no attribute in_feature$"):
+        op.Glance(**good | {"attributes": [(table, "in_feature")]})
     with pytest.raises(TypeError, match="incompatible"):
         op.Glance(**good | {"tables": [linear]})
+
+
+def test_a_glance_is_collected(op):
+    class Known:
+        """Knows what knows it, by each of a glance's arguments."""
+
+    for name in ("modules", "tables", "parents", "linears", "attributes"):
+        known = Known()
+        table = {"_modules": {}, "_parameters": {}, "known": known}
+        arguments = {"modules": [], "tables": [], "parents": [], "linears": []}
+        pairs = {"modules": [known], "tables": [table], "attributes": [(table, "known")]}
+        arguments |= {"attributes": [], name: pairs.get(name, [table])}
+        if name in ("modules", "tables"):
+            arguments |= {"modules": [known], "tables": [table]}
+        known.glance = op.Glance(**arguments)
+        gone = weakref.ref(known)
+        gc.collect()
+        assert gone() is known
+        del known, table, arguments, pairs
+        gc.collect()
+        assert gone() is None, name
+    for _ in range(3):  # one that was not made, and is tracked
+        with pytest.raises(ValueError, match="wanted 0"):
+            op.Glance(modules=[], tables=[{}], parents=[], linears=[], attributes=[])
+        gc.collect()
+
+
+def test_a_tensor_without_memory_is_another(op):
+    linear = torch.nn.Linear(2, 2)
+    table = vars(linear)
+    glance = op.Glance(modules=[linear], tables=[table], parents=[], linears=[table], attributes=[])
+    assert glance.holds()
+    torch.utils.swap_tensors(linear.weight, torch.nn.Parameter(torch.eye(2).to_sparse()))
+    assert not glance.holds()
 
 
 def test_a_heap_made_for_less_is_refused(op):

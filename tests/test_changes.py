@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler
-from moe_models import HIDDEN, assert_close, make_moe, run, tokens
+from moe_models import HIDDEN, SwiGLU, assert_close, make_moe, run, tokens
 from torch import nn
 
 import ds_tilemoe
@@ -83,6 +83,27 @@ def test_changes_that_come_and_go(change, strict, caplog):
         assert stats.calls == 2 + again
     assert caplog.text.count("takes DeepSpeed's path") == 1
     assert "overlaps again when that is gone" in caplog.text
+
+
+def patch_a_class(moe, monkeypatch):
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: -self.w2(self.w1(x)))
+
+
+def patch_a_call(moe, monkeypatch):
+    linear = moe.deepspeed_moe.experts.deepspeed_experts[1].w2
+    linear._call_impl = lambda x: 0 * x[..., :1].expand(*x.shape[:-1], HIDDEN)
+
+
+@pytest.mark.parametrize("change", [patch_a_class, patch_a_call])
+def test_what_runs_instead_of_an_expert_is_not_lost(change, monkeypatch):
+    moe, x = make_moe(kind="swiglu", drop_tokens=False), tokens(40, HIDDEN)
+    assert ds_tilemoe.apply(moe).swapped
+    before = run(moe, x)[0]
+    change(moe, monkeypatch)
+    got = run(moe, x)[0]
+    assert not torch.allclose(got, before)
+    ds_tilemoe.restore(moe)
+    assert_close(got, run(moe, x)[0])
 
 
 def test_a_profiler_of_deepspeed(caplog):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -298,6 +299,79 @@ def heard_with_calls_behind(ctx: RankContext) -> None:
             assert isinstance(raised(layer, rows(20)), DeadlineError)
             layer.open()
             assert torch.equal(layer(rows(20)), want)
+
+
+@case
+def heard_while_another_device_is_current(ctx: RankContext) -> None:
+    """A default stream's handle 0 is that of the current device, which must be the backend's."""
+    with fake() as (library, _), pytest.MonkeyPatch.context() as patch:
+        layer = Layer().open()
+        want = layer.check(rows(20))
+        if ctx.rank == 0:
+            assert layer(rows(3)).isnan().all()
+        else:
+            assert isinstance(raised(layer, rows(65)), CapacityError)
+        heap: Any = layer.backend._heap
+        own, seen = layer.backend._index, []
+        now: list[Any] = ["another"]
+
+        @contextmanager
+        def device(wanted: torch.device) -> Iterator[None]:
+            before, now[0] = now[0], wanted.index
+            try:
+                yield
+            finally:
+                now[0] = before
+
+        def noting(function: Any) -> Any:
+            def note(*arguments: Any) -> Any:
+                seen.append((function.__name__, now[0]))
+                return function(*arguments)
+
+            return note
+
+        patch.setattr(torch.cuda, "current_device", lambda: now[0])
+        patch.setattr(torch.cuda, "device", device)
+        patch.setattr(library, "tilemoe_say_heard", noting(library.tilemoe_say_heard))
+        patch.setattr(heap, "group_failure", noting(heap.group_failure))
+        assert layer.backend.failure() == ""
+        assert seen == [("group_failure", own)]
+        if ctx.rank == 0:
+            assert isinstance(raised(layer.backend.check), CapacityError)
+        else:
+            layer.backend.check()
+        assert seen[1:] == [("group_failure", own), ("tilemoe_say_heard", own)][: 2 - ctx.rank]
+        assert now == ["another"]
+        patch.undo()
+        assert torch.equal(layer(rows(20)), want)
+
+
+@case
+def two_threads_in_a_group(ctx: RankContext) -> None:
+    """The second is refused, by the router too: the params of its launch are one for all."""
+    with fake(None) as (library, _):
+        layer = Layer(ep_size=1).open()
+        want = layer.check(rows(20))
+        gate, launch = layer.moe.deepspeed_moe.gate, library.tilemoe_router_launch
+        routing = layer.backend.route(gate, rows(20))
+        refused: list[Exception] = []
+
+        def meanwhile(*arguments: Any) -> int:
+            library.tilemoe_router_launch = launch
+            with ThreadPoolExecutor(1) as other:
+                for function, given in (
+                    (layer.backend.route, (gate, rows(20))),
+                    (layer.backend.forward, (layer.shape, layer.experts, rows(20), routing)),
+                ):
+                    refused.append(other.submit(raised, function, *given).result())
+            return launch(*arguments)
+
+        library.tilemoe_router_launch = meanwhile
+        assert torch.equal(layer(rows(20)), want)
+        names = [str(error).partition(": another thread is inside")[0] for error in refused]
+        assert names == ["the router", "layer moe"]
+        assert all(type(error) is TileMoEError for error in refused)
+        assert torch.equal(layer(rows(20)), want), "whoever was refused holds nothing"
 
 
 @case

@@ -81,6 +81,17 @@ def test_another_load_teaches_at_once(
     assert lessons(splits, teacher, call(LONG, **other), 1) == 1
 
 
+@pytest.mark.parametrize("name", ["remote_rows", "bands"])
+def test_a_new_load_teaches_by_one_call_after_another(
+    splits: Splits, teacher: Teacher, name: str
+) -> None:
+    calm = {"remote_rows": 1000, "bands": 100}
+    lessons(splits, teacher, call(LONG, **calm), CALM_LESSONS + 8)
+    lighter = call(LONG, **{**calm, name: calm[name] * 62 // 100})
+    assert [lessons(splits, teacher, lighter, 1) for _ in range(CALM_LESSONS)] == [1] * CALM_LESSONS
+    assert lessons(splits, teacher, lighter, 8) == 1, "until they are calm again"
+
+
 def test_after_a_change_each_call_teaches(splits: Splits, teacher: Teacher) -> None:
     lessons(splits, teacher, call(LONG), CALM_LESSONS)
     changed = Choice(3, 2, 1, "sm")

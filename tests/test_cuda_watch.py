@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cuda_library_fake import install
-from moe_models import HIDDEN, make_moe, run, tokens
+from deepspeed.ops.op_builder.builder import OpBuilder
+from moe_models import HIDDEN, assert_close, make_moe, run, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
@@ -22,7 +27,7 @@ from ds_tilemoe.layers import watch as watch_module
 from ds_tilemoe.layers.experts import LocalExpert
 from ds_tilemoe.layers.recognise import UnknownExpert, find_recipe
 from ds_tilemoe.layers.watch import ExpertWatch
-from ds_tilemoe.op_builder import CPUTileMoEBuilder
+from ds_tilemoe.op_builder import CPUTileMoEBuilder, jit
 
 
 @pytest.fixture(params=["extension", "interpreter"], autouse=True)
@@ -58,6 +63,30 @@ def hook_in_a_table_of_its_own(experts: nn.ModuleList) -> None:
     experts[3][1].register_forward_hook(print)
 
 
+def view(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Another dtype at the same address, as memory that was given back may come again."""
+    parameter.data = parameter.data.view(dtype)
+
+
+def shorten(parameter: nn.Parameter) -> None:
+    """Half as long at the same address, contiguous."""
+    parameter.data = parameter.data[: len(parameter) // 2]
+
+
+def reshape(parameter: nn.Parameter) -> None:
+    """As many numbers at the same address, contiguous."""
+    parameter.data = parameter.data.view(len(parameter) * 2, -1)
+
+
+def replace(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+    setattr(module, name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
+
+
+def hide(module: nn.Module, name: str) -> None:
+    """Past __setattr__, which refuses it; what ``module.name`` is from now on."""
+    vars(module)[name] = getattr(module, name).detach().clone()
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda e: e[1][0].register_forward_hook(print),
     "pre-hook": lambda e: e[3].register_forward_pre_hook(print),
@@ -72,6 +101,18 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other expert": lambda e: e.__setitem__(1, e[0]),
     "other class": lambda e: setattr(e[1][1], "__class__", nn.ReLU),
     "cast apart": lambda e: e[3][2].half(),
+    "bias cast apart": lambda e: view(e[3][2].bias, torch.float16),
+    "half of the rows": lambda e: shorten(e[1][0].weight),
+    "half of a bias": lambda e: shorten(e[1][0].bias),
+    "wide where it was long": lambda e: reshape(e[1][0].weight),
+    "a smaller parameter": lambda e: replace(e[1][0], "weight", (HIDDEN // 2, HIDDEN)),
+    "a longer bias": lambda e: replace(e[1][0], "bias", (HIDDEN + 1,)),
+    "weight is hidden": lambda e: hide(e[1][0], "weight"),
+    "bias is hidden": lambda e: hide(e[1][2], "bias"),
+    "bias is hidden by None": lambda e: vars(e[1][2]).update(bias=None),
+    "patched call": lambda e: setattr(e[2][1], "_call_impl", F.relu),
+    "other approximation": lambda e: setattr(e[2][1], "approximate", "tanh"),
+    "no approximation": lambda e: delattr(e[2][1], "approximate"),
 }
 
 
@@ -106,6 +147,87 @@ def test_another_function_as_activation_is_seen() -> None:
     assert not watch.look()
 
 
+class Worded(nn.Module):
+    """A word says what its forward does; no module and no function of its own is the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.approximate = "none"
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+def test_another_word_for_the_activation_is_seen() -> None:
+    watch, experts = watched(Worded())
+    assert watch.look()
+    experts[3].approximate = "tanh"
+    assert not watch.look()
+    experts[3].approximate = "none"
+    assert watch.look()
+
+
+def test_another_forward_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, _ = watched()
+    for cls in (nn.GELU, nn.Linear, nn.Sequential):
+        assert watch.look()
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, "forward", lambda self, x: x)
+            assert not watch.look()
+    assert watch.look()
+
+
+def test_a_class_may_say_that_it_has_no_bias() -> None:
+    """As Megatron's linears do: by an attribute that is None and hides nothing."""
+    moe = make_moe(1, ffn=HIDDEN, experts=4).bfloat16()
+    for expert in moe.deepspeed_moe.experts.deepspeed_experts:
+        del expert[0].bias
+        vars(expert[0])["bias"] = None
+    holder = moe.deepspeed_moe.experts
+    recipe = find_recipe(holder.deepspeed_experts[0], HIDDEN)
+    watch = ExpertWatch(holder, [LocalExpert(e, recipe) for e in holder.deepspeed_experts])
+    assert watch.look()
+    vars(holder.deepspeed_experts[2][0])["bias"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    assert not watch.look()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "_call_impl"])
+def test_what_is_hidden_from_the_start_is_refused(name: str) -> None:
+    watch, experts = watched()
+    linear = experts[0][0]
+    vars(linear)[name] = getattr(linear, name)
+    with pytest.raises(UnknownExpert, match="hooks, patches or parts"):
+        ExpertWatch(watch.holder, watch.experts)
+
+
+def test_an_expert_that_knows_its_layer_is_collected() -> None:
+    watch, experts = watched()
+    assert watch.look()
+    experts[0].layer = [watch]  # in a list: no submodule
+    gone = weakref.ref(experts[0])
+    del watch, experts
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_fault_of_the_extension_is_not_one_of_the_experts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**_: Any) -> None:
+        raise TypeError("incompatible constructor arguments")
+
+    monkeypatch.setattr(watch_module, "_faults", set())
+    monkeypatch.setattr(watch_module, "_extension", lambda: SimpleNamespace(Glance=fail))
+    for _ in range(2):
+        watch, experts = watched()
+        assert watch.look()
+        experts[1][0].register_forward_hook(print)
+        assert not watch.look()
+    assert caplog.text.count("TypeError: incompatible constructor arguments") == 1
+    assert "hooks" not in caplog.text
+
+
 def test_experts_that_no_look_would_find_in_order_are_refused() -> None:
     watch, experts = watched()
     experts[0].register_forward_hook(print)
@@ -123,9 +245,8 @@ def load(experts: nn.ModuleList, assign: bool) -> None:
 
 
 def view_all(experts: nn.ModuleList, dtype: torch.dtype) -> None:
-    """Another dtype at the same address, as memory that was given back may come again."""
     for parameter in experts.parameters():
-        parameter.data = parameter.data.view(dtype)
+        view(parameter, dtype)
 
 
 def transpose(parameter: nn.Parameter) -> None:
@@ -262,6 +383,74 @@ def test_a_steady_forward_asks_torch_for_little(
     assert operations.seen == wanted
 
 
+def test_experts_of_another_size_are_multiplied_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = make_moe(1, ffn=128, drop_tokens=False, min_capacity=0).bfloat16()
+    install(monkeypatch, None)
+    assert ds_tilemoe.apply(moe).swapped
+    x = tokens(20, HIDDEN, dtype=torch.bfloat16)
+    run(moe, x)
+    for up, _, down in moe.deepspeed_moe.experts.deepspeed_experts:
+        shorten(up.weight)
+        shorten(up.bias)
+        down.weight.data = down.weight.data[:, :64].contiguous()
+    got = run(moe, x)[0]
+    shapes = moe.deepspeed_moe._tile.shapes.values()
+    assert [shape.ffn for shape in shapes] == [128, 64], "on the backend, which was told"
+    ds_tilemoe.restore(moe)
+    assert_close(got.float(), run(moe, x)[0].float(), 2e-2)
+
+
+def test_another_approximation_is_no_longer_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = make_moe(1, drop_tokens=False, min_capacity=0).bfloat16()
+    install(monkeypatch, None)
+    assert ds_tilemoe.apply(moe).swapped
+    x = tokens(4, HIDDEN, dtype=torch.bfloat16)
+    run(moe, x)
+    state = moe.deepspeed_moe._tile
+    assert state.experts[0].front_gemm.activation == "gelu"
+    for expert in moe.deepspeed_moe.experts.deepspeed_experts:
+        expert[1].approximate = "tanh"
+    assert run(moe, x)[0].isfinite().all()
+    assert {cut.front_gemm for cut in state.experts} == {None}
+
+
+def test_no_forward_compiles_the_extension(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers may be in a collective of NCCL meanwhile, which ends before a compilation has to."""
+    commands: list[Any] = []
+
+    def compile_nothing(recipe: Any, command: Any, *_: Any) -> None:
+        commands.append(command)
+        raise BuildError("the compiler was called")
+
+    monkeypatch.setattr(jit, "_run", compile_nothing)
+    monkeypatch.delitem(OpBuilder._loaded_ops, CPUTileMoEBuilder.NAME, raising=False)
+    install(monkeypatch, None)
+    moe = make_moe(1, drop_tokens=False, min_capacity=0).bfloat16()
+    x = tokens(4, HIDDEN, dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        assert ds_tilemoe.apply(moe).swapped
+        assert commands, "where nothing is built, apply() builds"
+        assert caplog.text.count("takes longer: the compiler was called") == 1
+        commands.clear()
+        run(moe, x)
+        assert caplog.text.count("takes longer") == 1, "the first forward knows of it"
+        state = moe.deepspeed_moe._tile
+        for _ in range(2):  # layers that were pending in apply() are examined in a forward
+            runtime = state.runtime(moe.deepspeed_moe)
+            runtime.reset()
+            assert run(moe, x)[0].isfinite().all()
+        assert not commands
+        assert caplog.text.count("takes longer: its extension is not built") == 2
+    assert CPUTileMoEBuilder.NAME not in OpBuilder._loaded_ops
+    runtime.reset()
+    run(moe, x)
+    assert CPUTileMoEBuilder.NAME in OpBuilder._loaded_ops, "what is built is loaded"
+    assert caplog.text.count("takes longer") == 3
+
+
 def test_without_a_compiler_looks_are_made_by_the_interpreter(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,4 +462,4 @@ def test_without_a_compiler_looks_are_made_by_the_interpreter(
     install(monkeypatch, None)
     assert ds_tilemoe.apply(moe).swapped
     assert run(moe, tokens(4, HIDDEN, dtype=torch.bfloat16))[0].isfinite().all()
-    assert "takes longer: got no C++ compiler" in caplog.text
+    assert caplog.text.count("takes longer: got no C++ compiler") == 1

@@ -25,18 +25,44 @@ from ds_tilemoe.testing import RankContext, case, rank_tests
 from ds_tilemoe.transport_room import read_settings
 
 
+def pretend_there_is_nvshmem(modules: dict[str, Any]) -> None:
+    """As far as a rank sees that asks its own machine only."""
+    properties = SimpleNamespace(
+        virtual_memory_management_supported=True, gpu_direct_rdma_with_cuda_vmm_supported=True
+    )
+    core = SimpleNamespace(Device=lambda index: SimpleNamespace(properties=properties))
+    modules["nvshmem"] = SimpleNamespace(core=core)
+    for name in ("nvshmem.core", "cuda", "cuda.core"):
+        modules[name] = core
+
+
 @case
 def one_rank_cannot_start_and_all_raise(ctx: RankContext) -> None:
     if ctx.rank == 0:  # this one can, as far as it sees
-        core = SimpleNamespace(Device=None)
-        sys.modules["nvshmem"] = SimpleNamespace(core=core)
-        for name in ("nvshmem.core", "cuda", "cuda.core"):
-            sys.modules[name] = core
+        pretend_there_is_nvshmem(sys.modules)
         torch.cuda.init = lambda: None
         torch.cuda.current_device = lambda: 0
     for _ in range(2):
         with pytest.raises(BuildError, match=r"^rank 1: nvshmem4py or CUDA does not start"):
             transport.start(ctypes.CDLL(None))
+
+
+@case
+def one_rank_has_a_setting_that_is_refused(ctx: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        modules: dict[str, Any] = {}
+        pretend_there_is_nvshmem(modules)
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(torch.cuda, "init", lambda: None)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        if ctx.rank == 1:
+            patch.setenv("NVSHMEM_ENABLE_ALIGNED_MALLOC", "1")
+        error = raised(transport.start, ctypes.CDLL(None))
+        assert isinstance(error, BuildError)
+        text = same_everywhere(str(error))
+        assert text.startswith("rank 1: NVSHMEM_ENABLE_ALIGNED_MALLOC: got '1'; wanted 0")
+        assert text.endswith("unset it on all ranks"), "and nothing is to be installed"
 
 
 @contextmanager
@@ -52,7 +78,7 @@ def started(heap: NvshmemHeap, free: int = 1 << 50) -> Iterator[transport.Transp
         block = lambda address, *_: SimpleNamespace(data_ptr=lambda: address)  # noqa: E731
         patch.setattr(transport, "_as_tensor", block)
         device = torch.device("cuda", 0)
-        settings = read_settings(heap.environment)
+        settings = read_settings(heap.environment, has_vmm=True)
         yield transport.Transport(library, device, torch.distributed.get_rank(), 2, settings)
 
 
@@ -79,8 +105,9 @@ def more_than_nvshmem_may_take(ctx: RankContext) -> None:
 def less_device_memory_than_needed(ctx: RankContext) -> None:
     """It counts only where NVSHMEM takes memory; what it has taken it keeps."""
     with started(NvshmemHeap(), free=(1 << 50, GIB)[ctx.rank]) as link:
-        text = same_everywhere(str(raised(link.allocate, GIB)))
-        assert f"needed {GIB} bytes and up to {512 * MIB} of rounding, available {GIB} on" in text
+        text = same_everywhere(str(raised(link.allocate, GIB + 1)))
+        said = f"needed {GIB + 1} bytes, {GIB + 512 * MIB} with NVSHMEM's rounding, available {GIB}"
+        assert f"{said} on" in text
         assert "rank 1; set a smaller max_tokens_per_rank" in text
         block = link.allocate(512 * MIB)
         link.free(block)
@@ -88,6 +115,8 @@ def less_device_memory_than_needed(ctx: RankContext) -> None:
             patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 50))
             link.allocate(512 * MIB)
             assert isinstance(raised(link.allocate, 512 * MIB), CapacityError)
+    with started(NvshmemHeap(), free=GIB) as link:
+        link.allocate(GIB)  # whole pieces, of which it takes no more
 
 
 @case

@@ -13,7 +13,7 @@ from ds_tilemoe.transport_room import ALIGNMENT, Room, read_settings
 def room_of(heap: NvshmemHeap) -> Room:
     first = heap.malloc(ALIGNMENT)
     heap.free(first)
-    return Room(heap.base, first, read_settings(heap.environment))
+    return Room(heap.base, first, read_settings(heap.environment, True))
 
 
 SIZES = st.one_of(
@@ -109,26 +109,49 @@ def test_blocks_that_others_have_made_are_counted_where_they_are_seen() -> None:
     ],
 )
 def test_sizes_as_nvshmem_reads_them(text: str, nbytes: int) -> None:
-    assert read_settings({"NVSHMEM_SYMMETRIC_SIZE": text}).fixed_size == nbytes
+    assert read_settings({"NVSHMEM_SYMMETRIC_SIZE": text}, True).fixed_size == nbytes
     whole = -(-nbytes // PIECE) * PIECE
-    assert read_settings({"NVSHMEM_MAX_MEMORY_PER_GPU": text}).limit == whole
+    assert read_settings({"NVSHMEM_MAX_MEMORY_PER_GPU": text}, True).limit == whole
 
 
 @pytest.mark.parametrize("text", ["", "G", "1X", "1 G", "-1", "many"])
 def test_sizes_that_nvshmem_refuses(text: str) -> None:
     with pytest.raises(ValueError, match=r"NVSHMEM_MAX_MEMORY_PER_GPU: got .*; wanted a number of"):
-        read_settings({"NVSHMEM_MAX_MEMORY_PER_GPU": text})
+        read_settings({"NVSHMEM_MAX_MEMORY_PER_GPU": text}, True)
 
 
 def test_settings_that_are_not_made() -> None:
-    assert read_settings({}) == (True, 128 * GIB, PIECE, 1 * GIB)
+    assert read_settings({}, True) == ("", 128 * GIB, PIECE, 1 * GIB)
     for text, piece in (("8M", 8 * MIB), ("1", 2 * MIB), ("3G", 2 * GIB)):
-        assert read_settings({"NVSHMEM_CUMEM_GRANULARITY": text}).piece == piece
+        assert read_settings({"NVSHMEM_CUMEM_GRANULARITY": text}, True).piece == piece
 
 
 @pytest.mark.parametrize(
     ("word", "grows"),
     [("0", True), ("no", True), ("False", True), ("1", False), ("", False), ("yes", False)],
 )
-def test_heaps_that_do_not_grow(word: str, grows: bool) -> None:
-    assert read_settings({"NVSHMEM_DISABLE_CUDA_VMM": word}).grows is grows
+def test_words_that_mean_yes(word: str, grows: bool) -> None:
+    fixed_by = read_settings({"NVSHMEM_DISABLE_CUDA_VMM": word}, True).fixed_by
+    assert fixed_by == ("" if grows else "NVSHMEM_DISABLE_CUDA_VMM")
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_vmm", "fixed_by"),
+    [
+        ("SYSMEM", True, "NVSHMEM_HEAP_KIND=SYSMEM"),
+        ("sysmem", True, "NVSHMEM_HEAP_KIND=SYSMEM"),
+        ("SYSMEM2", True, ""),
+        ("VIDMEM", True, ""),
+        ("VIDMEM", False, "the GPU has no CUDA VMM with GPUDirect RDMA"),
+    ],
+)
+def test_heaps_that_do_not_grow(kind: str, has_vmm: bool, fixed_by: str) -> None:
+    assert read_settings({"NVSHMEM_HEAP_KIND": kind}, has_vmm).fixed_by == fixed_by
+
+
+def test_aligned_blocks_are_refused() -> None:
+    name = "NVSHMEM_ENABLE_ALIGNED_MALLOC"
+    assert read_settings({name: "0"}, True) == read_settings({}, True)
+    for word in ("1", "yes", ""):
+        with pytest.raises(ValueError, match=f"{name}: got '{word}'; wanted 0.*fix: unset it"):
+            read_settings({name: word}, True)

@@ -27,7 +27,7 @@ from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends import cuda_functions
 from ds_tilemoe.backends.base import Expert, LayerShape, local_problem
 from ds_tilemoe.backends.cuda_blocks import open_heap, world_of
-from ds_tilemoe.backends.cuda_call import Caller
+from ds_tilemoe.backends.cuda_call import NO_CONTEXT, Caller
 from ds_tilemoe.backends.cuda_errors import too_many_tokens
 from ds_tilemoe.backends.cuda_growth import NOTHING, Held, find_growth
 from ds_tilemoe.backends.cuda_heap import CudaHeap
@@ -54,8 +54,6 @@ from ds_tilemoe.router_rules import uncovered
 from ds_tilemoe.routing import Routing, route
 from ds_tilemoe.stats import IterationStats
 from ds_tilemoe.symmetric_heap import gather
-
-_NOTHING = contextlib.nullcontext()
 
 
 class CudaBackend:
@@ -149,19 +147,24 @@ class CudaBackend:
         Raises:
             ConfigError: ``router`` is "fused" or ``router_logits`` is "bf16x3", and it does not
                 cover this call.
+            TileMoEError: another thread is inside a layer of the group.
             Whatever the gate raises.
         """
         wanted = self.config.router
         why_not = "it is not wanted" if wanted == "deepspeed" else uncovered(gate, used_token)
         if fault := router_fault(self.config, why_not, x.dtype):
             raise ConfigError(fault)
-        with self._caller.range("router"), self._on_device():
-            if why_not:
-                return route(gate, x, used_token)
-            # Its scratch is that of the call before, which may have been on another stream.
-            stream = self._caller.enter_stream()
-            start = None if self._heap is None else self._heap.router_start_address
-            return self._router.route(gate, x, start, stream)
+        self._enter("the router")  # its params are one for all layers, as are those of the places
+        try:
+            with self._caller.range("router"), self._on_device():
+                if why_not:
+                    return route(gate, x, used_token)
+                # Its scratch is that of the call before, which may have been on another stream.
+                stream = self._caller.enter_stream()
+                start = None if self._heap is None else self._heap.router_start_address
+                return self._router.route(gate, x, start, stream)
+        finally:
+            self._in_call.release()
 
     # -- failures ---------------------------------------------------------------------------
 
@@ -169,7 +172,8 @@ class CudaBackend:
         """See ``Backend.failure``. Waits for the device."""
         if self._heap is None:
             return ""
-        self._caller.settle(self._heap)
+        with self._on_device():
+            self._caller.settle(self._heap)
         return self._heap.failures.cause
 
     def check(self) -> None:
@@ -180,7 +184,9 @@ class CudaBackend:
                 no call was launched behind it.
             DeadlineError: the heap has failed.
         """
-        if self._heap is not None:
+        if self._heap is None:
+            return
+        with self._on_device():
             self._caller.settle(self._heap)
             self._heap.failures.raise_heard("ds_tilemoe.check")
 
@@ -228,21 +234,25 @@ class CudaBackend:
         """See ``Backend.forward``. In order of the current stream."""
         if self._heap is None:
             raise TileMoEError(f"layer {shape.name}: the backend has no heap; call ensure() first")
-        if not self._in_call.acquire(blocking=False):
-            raise TileMoEError(
-                f"layer {shape.name}: another thread is inside a layer of the same group; the "
-                "layers of a group must run one after another"
-            )
+        self._enter(f"layer {shape.name}")
         try:
             with self._on_device():
                 return self._forward(self._heap, shape, experts, x, routing)
         finally:
             self._in_call.release()
 
+    def _enter(self, where: str) -> None:
+        """Takes ``_in_call``, which guards what all layers share."""
+        if not self._in_call.acquire(blocking=False):
+            raise TileMoEError(
+                f"{where}: another thread is inside a layer of the same group; the layers of a"
+                " group must run one after another"
+            )
+
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """The backend's device as the current one, which it mostly is."""
         if torch.cuda.current_device() == self._index:
-            return _NOTHING
+            return NO_CONTEXT
         return torch.cuda.device(self.device)
 
     def _forward(

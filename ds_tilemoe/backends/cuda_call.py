@@ -29,7 +29,7 @@ from ds_tilemoe.errors import CapacityError, RankFailure, TileMoEError
 
 # What a rank says of itself in its count row: csrc/planner/exchange.h.
 _FAILED, _CHANGED = 1, 2
-_NOTHING = contextlib.nullcontext()
+NO_CONTEXT = contextlib.nullcontext()
 
 
 class PeersHear:
@@ -126,9 +126,7 @@ class Caller:
                     wanted = self._splits.wanted_word(layer, tokens)
             if split.mover is abi.Mover.COPY_ENGINE:
                 engine = self._engine_of(heap)
-            layer.launch_exchange(
-                0, tokens, call.places, split, wanted, self._group_timeout_ns, stream
-            )
+            layer.launch_exchange(0, tokens, True, split, wanted, self._group_timeout_ns, stream)
             if engine is not None:
                 layer.fetch_counts(engine, stream)
         counts = None if layer.is_fused else self._await_counts(heap, layer)
@@ -184,7 +182,9 @@ class Caller:
             self.raise_before(heap, f"layer {layer.shape.name}")
         with self.peers_hear(heap, layer.shape.name, capturing):
             split = self._splits.choose(layer, tokens, mover, capturing)
-            layer.launch_exchange(status, tokens, None, split, None, self._group_timeout_ns, stream)
+            layer.launch_exchange(
+                status, tokens, False, split, None, self._group_timeout_ns, stream
+            )
         if status == _CHANGED:
             self._await_change(heap, layer, problem)
         raise problem
@@ -223,7 +223,7 @@ class Caller:
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """A part of a call for profilers, where ``stats`` is asked for."""
         if not self._config.stats:
-            return _NOTHING
+            return NO_CONTEXT
         return torch.cuda.nvtx.range(f"ds_tilemoe {name}")
 
     def _await_change(self, heap: CudaHeap, layer: CudaLayer, change: BaseException) -> None:

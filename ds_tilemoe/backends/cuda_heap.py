@@ -170,7 +170,8 @@ class CudaHeap:
 
 
 def _say_heard(library: ctypes.CDLL, view: abi.RankView, device: torch.device) -> None:
-    """See ``Failures``. No call may be queued. Waits for the current stream.
+    """See ``Failures``. No call may be queued. Waits for the current stream. ``device`` must be the
+    current one: a default stream has the handle 0, which stands for the current device's.
 
     Not a method of the heap, which would hold itself: memory has to go before new memory comes.
     """

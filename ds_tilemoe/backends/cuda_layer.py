@@ -192,7 +192,7 @@ class CudaLayer:
         self,
         status: int,
         tokens: int,
-        places: Places | None,
+        has_routes: bool,
         split: Split,
         wanted_ctas: int | None,
         group_timeout_ns: int,
@@ -203,13 +203,13 @@ class CudaLayer:
         Args:
             status: 0, or why this rank has no rows: see exchange.h.
             tokens: T.
-            places: of the call that was prepared; None where the counts do not matter.
+            has_routes: the call was prepared; else its counts do not matter.
             wanted_ctas: address of a page-locked word that takes the place of the split's number.
             group_timeout_ns: for a peer that has not come yet.
             stream: a cudaStream_t, as below.
         """
         params = self._exchange
-        params.own_counts = params.counts if places is None else self._own_counts
+        params.own_counts = self._own_counts if has_routes else params.counts
         params.status, params.tokens = status, tokens
         params.group_timeout_ns = group_timeout_ns
         params.wanted_ctas = wanted_ctas

@@ -35,7 +35,7 @@ SHORT_NS = 200_000  # of a call, without its wait for the peers' counts
 SHORT_CALLS_A_LESSON = 8
 CALM_LESSONS = 32  # in a row without a change
 CALM_NS = 2_000_000  # of calls between two lessons then, but no more than of short ones
-OTHER_LOAD = 0.08  # of the last lesson's: a call that differs by more teaches
+OTHER_LOAD = 0.08  # of the last lesson's: a call that differs by more ends the calm
 MOVERS = {
     "sm": abi.Mover.SM,
     "none": abi.Mover.NONE,
@@ -50,7 +50,7 @@ class _Lessons:
 
     Attributes:
         calls: since the last lesson.
-        calm: lessons since the last that changed something.
+        calm: lessons since the last that changed something, or that had another load.
         bands, remote_rows: of the last lesson's call.
     """
 
@@ -65,12 +65,12 @@ class _Lessons:
         ns = record.times.scale_end - record.times.exchange_end
         period = SHORT_CALLS_A_LESSON
         if ns >= SHORT_NS:
-            is_calm = (
-                self.calm >= CALM_LESSONS
-                and abs(record.bands - self.bands) <= OTHER_LOAD * self.bands
-                and abs(record.remote_rows - self.remote_rows) <= OTHER_LOAD * self.remote_rows
-            )
-            period = min(period, CALM_NS // ns) if is_calm else 1
+            if (
+                abs(record.bands - self.bands) > OTHER_LOAD * self.bands
+                or abs(record.remote_rows - self.remote_rows) > OTHER_LOAD * self.remote_rows
+            ):
+                self.calm = 0  # one lesson of a load is seldom enough
+            period = min(period, CALM_NS // ns) if self.calm >= CALM_LESSONS else 1
         if self.calls < period:
             return False
         self.calls, self.bands, self.remote_rows = 0, record.bands, record.remote_rows
@@ -144,11 +144,11 @@ class Splits:
         controller = self.controllers.get(fingerprint)
         choice = None if controller is None else controller.choose(bucket)
         if capturing:
-            return self._split(layer, tokens, bucket, mover, choice, True)
+            return self._split(layer, tokens, mover, choice, True)
         key = (fingerprint, bucket, mover)
         known = self._chosen.get(key)
         if known is None or known[0] is not choice:
-            split = self._split(layer, tokens, bucket, mover, choice, False)
+            split = self._split(layer, tokens, mover, choice, False)
             known = self._chosen[key] = (choice, split)
         return known[1]
 
@@ -156,7 +156,6 @@ class Splits:
         self,
         layer: CudaLayer,
         tokens: int,
-        bucket: int,
         mover: str,
         choice: Choice | None,
         capturing: bool,
@@ -193,7 +192,7 @@ class Splits:
                 return split  # without a consumer that is never wanted
             most = self._most_captured()
             wanted = min(split.num_consumer_ctas, most)
-            self._words[layer.fingerprint][bucket] = wanted
+            self._words[layer.fingerprint][Controller.bucket_of(tokens)] = wanted
             split = split._replace(num_consumer_ctas=most, mover=abi.Mover.SM)
         return split
 

@@ -248,11 +248,17 @@ def _activation(expert: nn.Module, name: str) -> Activation:
     return ACTIVATIONS[source]
 
 
+_FORWARDS = {kind: kind.forward for kind in (nn.GELU, nn.SiLU, nn.ReLU)}  # torch's own
+
+
 def _epilogue(activation: Activation) -> str | None:
     """Its name among those that a GEMM's epilogue can do, or None."""
-    if type(activation) is nn.GELU:
+    kind: Any = type(activation)
+    if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
+        return None  # patched on the class
+    if kind is nn.GELU:
         return "gelu" if activation.approximate == "none" else None
     classes = {nn.SiLU: "silu", nn.ReLU: "relu"}
     functions = [(F.gelu, "gelu"), (F.silu, "silu"), (F.relu, "relu"), (torch.relu, "relu")]
     by_function = (name for function, name in functions if activation is function)
-    return classes.get(type(activation)) or next(by_function, None)
+    return classes.get(kind) or next(by_function, None)

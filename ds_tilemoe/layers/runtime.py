@@ -20,6 +20,8 @@ from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.config_block import check_cpu_config
 from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError, TileMoEError
 from ds_tilemoe.layers.agreement import Decision, Message, Offer, agree
+from ds_tilemoe.op_builder import CPUTileMoEBuilder
+from ds_tilemoe.op_builder.jit import cache_root, find_compiler
 from ds_tilemoe.routing import Routing, route
 from ds_tilemoe.stats import LayerStats
 from ds_tilemoe.symmetric_heap import host_identity
@@ -51,6 +53,7 @@ class Runtime:
         self.device = device
         self.backend: Backend | None = None
         self.met = False  # a pre-flight of a forward has taken place
+        self.is_prepared = False  # what the backend runs with is loaded
         self.max_tokens: int | None = None
         self._shapes: dict[LayerShape, None] = {}  # a set that keeps the order
         self._sinks: dict[str, LayerStats] = {}
@@ -63,6 +66,7 @@ class Runtime:
         self.max_tokens = None if setting == "auto" else setting
         self.is_open = False
         self.met = False
+        self.is_prepared = False
 
     def meeting(self, together: bool) -> dist.ProcessGroup | None:
         """The ranks that decide: the group; on CUDA, where new memory takes every rank of the job,
@@ -91,8 +95,8 @@ class Runtime:
             CapacityError, and what :func:`agree` raises: on every rank alike.
         """
         fault = None
-        if grad is not True and self.backend is None:
-            offers, fault = self._prepare(offers)
+        if grad is not True and not self.is_prepared:
+            offers, fault = self._prepare(offers, in_forward=grad is not None)
         messages = self._exchange(
             Message(
                 offers=tuple(offers),
@@ -175,12 +179,16 @@ class Runtime:
         chosen = {**self.backend.chosen, "max_tokens_per_rank": self.max_tokens}
         return self.config.model_dump() | chosen
 
-    def _prepare(self, offers: Sequence[Offer]) -> tuple[Sequence[Offer], str | None]:
+    def _prepare(
+        self, offers: Sequence[Offer], in_forward: bool
+    ) -> tuple[Sequence[Offer], str | None]:
         """Build the op before the exchange, so that a rank without a compiler can say so in it."""
         if all(isinstance(offer.outcome, str) for offer in offers):
             return offers, None
         try:
-            prepare_backend(self.device, self.config, alone=self.group is None)
+            alone = self.group is None
+            prepare_backend(self.device, self.config, alone=alone, in_forward=in_forward)
+            self.is_prepared = True
         except Exception as error:
             if isinstance(error, ConfigError):
                 # The block's fault, which all ranks raise as such.
@@ -241,13 +249,17 @@ class Runtime:
         return messages
 
 
-def prepare_backend(device: str, config: TileOverlapConfig, alone: bool) -> None:
+def prepare_backend(
+    device: str, config: TileOverlapConfig, alone: bool, in_forward: bool = False
+) -> None:
     """Build or load what the layers on ``device`` run with; local.
 
     Args:
         device: "cpu" or "cuda".
         config: this rank's settings.
         alone: the group is this rank, so that nothing between ranks is wanted.
+        in_forward: peers may be in collectives that end after a while (NCCL's after 600 s), so
+            what layers can do without is loaded where it is built, and not built.
 
     Raises:
         BuildError: it cannot be built or run here.
@@ -258,7 +270,7 @@ def prepare_backend(device: str, config: TileOverlapConfig, alone: bool) -> None
             f'tile_overlap.backend: got "{config.backend}" for layers whose parameters are on'
             f' {device}; wanted "{device}" or "auto"; fix: change it, or move the model'
         )
-    from ds_tilemoe.op_builder import CPUTileMoEBuilder, CUDATileMoEBuilder
+    from ds_tilemoe.op_builder import CUDATileMoEBuilder
 
     if device == "cpu":
         check_cpu_config(config)
@@ -271,9 +283,28 @@ def prepare_backend(device: str, config: TileOverlapConfig, alone: bool) -> None
         raise BuildError('got no nvshmem4py; wanted it; fix: pip install "ds_tilemoe[cuda]"')
     CUDATileMoEBuilder().load()
     try:
-        CPUTileMoEBuilder().load()  # of it, the look at the experts in each forward
+        # Of it, the look at the experts in each forward.
+        if in_forward and not _is_built(CPUTileMoEBuilder()):
+            raise BuildError(
+                "its extension is not built; fix: call ds_tilemoe.apply after deepspeed.initialize,"
+                " which builds it"
+            )
+        CPUTileMoEBuilder().load()
     except BuildError as error:
         logger.warning("looking at the experts in each forward takes longer: %s", error)
+
+
+def _is_built(builder: CPUTileMoEBuilder) -> bool:
+    """Whether to load the op would compile nothing.
+
+    Raises:
+        BuildError: the compiler, a part of what the op is known by, does not run.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return False
+    extension = builder._extension(compiler)
+    return (cache_root() / extension.name / extension.key() / extension.library).exists()
 
 
 def make_backend(

@@ -3,13 +3,14 @@
 Users replace, wrap, hook, patch, cast and load modules between two calls, and nothing tells us.
 With 32 experts that is 130 modules and as many matrices, so a look goes over all of them with loops
 of the interpreter's own (``map``), makes no object for any of them, and only compares. Where the
-extension is loaded, its ``Glance`` (csrc/bindings.cpp) is asked first whether anything is other
+extension is loaded, its ``Glance`` (csrc/glance.h) is asked first whether anything is other
 than at the last look, which takes a fifth of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any
@@ -25,10 +26,15 @@ from ds_tilemoe.op_builder import CPUTileMoEBuilder
 
 _CHILDREN, _PARAMETERS = itemgetter("_modules"), itemgetter("_parameters")
 _PRE_HOOKS, _HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
-_DTYPE, _TRAINING = attrgetter("dtype"), itemgetter("training")
+_DTYPE, _SHAPE, _FORWARD = attrgetter("dtype"), attrgetter("shape"), attrgetter("forward")
+_TRAINING = itemgetter("training")
 _DATA_PTR, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
+_ABSENT = object()
 # Hooks of all modules of the process.
 _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+
+logger = logging.getLogger("ds_tilemoe")
+_faults: set[str] = set()  # of the extension, that were warned of
 
 
 def _extension() -> Any:
@@ -63,49 +69,67 @@ class ExpertWatch:
         family = [vars(holder.deepspeed_experts), *self._tables]
         self._parents = [table for table in family if table["_modules"]]
         self._children = self._list_children()
+        self._classes = list(dict.fromkeys(self._types))
+        self._forwards = list(map(_FORWARD, self._classes))
         linears = dict.fromkeys(module for module in self._modules if is_linear(module))
         linears.update(dict.fromkeys(linear for cut in cuts for linear in cut.linears))
         self._linears = list(map(vars, linears))
+        self._plain_biases = self._list_plain_biases()
         self._parameters: list[Tensor | None] = []  # of the linears
         self._tensors: list[Tensor] = []  # of these, and the matrices among them
         self._weights: list[Tensor] = []
+        self._shapes: list[Any] = []  # of the matrices, as they were examined
         self._seen: tuple[list[Any], ...] = ()
         self._with_dropout = [c for c in cuts if c.dropouts or c.recipe.random_in_training]
         self._may_drop = [
             vars(module) for c in self._with_dropout for module in (c.expert, *c.dropouts)
         ]
-        recipe = cuts[0].recipe  # the same in all
-        source, _, path = recipe.activation.partition(":")
-        parent, _, name = path.rpartition(".")
-        self._function = itemgetter(name)
-        self._with_function = [
-            vars(cut.expert.get_submodule(parent)) for cut in cuts if source == "callable"
-        ]
-        self._functions = list(map(self._function, self._with_function))
+        # What the recipe, or the kernel's name for the activation, was read from.
+        attributes = [pair for cut in cuts for pair in _attributes_of(cut)]
+        self._owners = [table for table, _ in attributes]
+        self._names = [name for _, name in attributes]
+        self._values = [table[name] for table, name in attributes]
         self._glance: Any = None  # of the last look, if the extension is there
+        self._has_no_glance = False  # the extension has failed
         self.weight: Tensor
-        if not self.look():
+        has_plain = any(bias is not None and bias is not _ABSENT for bias in self._plain_biases)
+        if has_plain or not self.look():
             raise UnknownExpert("its experts have hooks, patches or parts that are not plain")
 
     def look(self) -> bool:
         """Whether the experts are as they were examined; their numbers and dtype may be others."""
         try:
             if self._glance is not None and self._glance.holds():
-                return not any(_HOOKS_OF_ALL) and self._has_its_functions()
+                return not any(_HOOKS_OF_ALL) and self._has_its_classes()
             is_in_order = self._is_whole() and self._see_operands()
-            self._glance = self._make_glance() if is_in_order else None
-            return is_in_order
         except Exception:  # a part that was there is gone
-            return False
+            is_in_order = False
+        self._glance = self._make_glance() if is_in_order else None
+        return is_in_order
 
     def _make_glance(self) -> Any:
         extension = _extension()
-        return extension and extension.Glance(
-            modules=self._modules,
-            tables=self._tables,
-            parents=self._parents,
-            linears=self._linears,
-        )
+        if extension is None or self._has_no_glance:
+            return None
+        try:
+            return extension.Glance(
+                modules=self._modules,
+                tables=self._tables,
+                parents=self._parents,
+                linears=self._linears,
+                attributes=list(zip(self._owners, self._names, strict=True)),
+            )
+        except Exception as error:  # its fault and not the experts'
+            self._has_no_glance = True
+            text = f"{type(error).__name__}: {error}"
+            if text not in _faults:
+                _faults.add(text)
+                logger.warning(
+                    "looking at the experts in each forward takes longer: the extension failed"
+                    " (%s); fix: install ds_tilemoe again",
+                    text,
+                )
+            return None
 
     @property
     def is_random(self) -> bool:
@@ -129,17 +153,26 @@ class ExpertWatch:
             or any(map(_HOOKS, tables))
             or any(map(_PRE_HOOKS, tables))
             or any(map(contains, tables, repeat("forward")))
-            or not self._has_its_functions()
+            or any(map(contains, tables, repeat("_call_impl")))
+            or any(map(contains, self._linears, repeat("weight")))
+            or not all(map(is_, self._list_plain_biases(), self._plain_biases))
+            or list(map(dict.get, self._owners, self._names, repeat(_ABSENT))) != self._values
+            or not self._has_its_classes()
         )
 
-    def _has_its_functions(self) -> bool:
-        return list(map(self._function, self._with_function)) == self._functions
+    def _has_its_classes(self) -> bool:
+        return list(map(_FORWARD, self._classes)) == self._forwards
+
+    def _list_plain_biases(self) -> list[Any]:
+        """Of the linears: what hides a parameter; None is how a class may say that it has none."""
+        return list(map(dict.get, self._linears, repeat("bias"), repeat(_ABSENT)))
 
     def _list_children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, map(_CHILDREN, self._parents))))
 
     def _see_operands(self) -> bool:
-        """Stamps the experts anew if a matrix has moved; false if they differ in dtype."""
+        """Stamps the experts anew if a matrix has moved; false if they differ in dtype, or
+        one is of another size than it was."""
         parameters = list(chain.from_iterable(map(dict.values, map(_PARAMETERS, self._linears))))
         if len(parameters) != len(self._parameters) or not all(
             map(is_, parameters, self._parameters)
@@ -148,16 +181,47 @@ class ExpertWatch:
             self._weights = [table["_parameters"]["weight"] for table in self._linears]
             self._tensors = [tensor for tensor in parameters if tensor is not None]
             self._parameters, self._seen = parameters, ()
-        # Memory that was given back may come again with another dtype or with other strides.
+        # Memory that was given back may come again with another dtype, other sizes or strides.
         seen = (
             list(map(_DATA_PTR, self._tensors)),
-            list(map(_DTYPE, self._weights)),
-            list(map(_IS_CONTIGUOUS, self._weights)),
+            list(map(_DTYPE, self._tensors)),
+            list(map(_IS_CONTIGUOUS, self._tensors)),
+            list(map(_SHAPE, self._tensors)),
         )
         if seen == self._seen:
             return True
-        if len(set(seen[1])) > 1:
+        if len(set(seen[1])) > 1 or not self._has_its_sizes():
             return False
         self._seen, self.weight = seen, self._weights[0]
         self.experts.stamp = object()
         return True
+
+    def _has_its_sizes(self) -> bool:
+        """Kernels read by the sizes of the matrices as examined, and a bias by those as well."""
+        shapes = list(map(_SHAPE, self._weights))
+        self._shapes = self._shapes or shapes
+        biases = (table["_parameters"].get("bias") for table in self._linears)
+        return shapes == self._shapes and all(
+            bias is None or bias.shape == shape[:1]
+            for bias, shape in zip(biases, shapes, strict=True)
+        )
+
+
+def _attributes_of(cut: LocalExpert) -> Iterator[tuple[dict[str, Any], str]]:
+    """Tables and keys of an expert's attributes whose values its recipe stands on.
+
+    An activation that is an attribute; else settings of the activation's module, like a GELU's
+    ``approximate``, and of any module but the linears the words, like "gelu".
+    """
+    source, _, path = cut.recipe.activation.partition(":")
+    if source == "callable":
+        parent, _, name = path.rpartition(".")
+        yield vars(cut.expert.get_submodule(parent)), name
+    activation = cut.expert.get_submodule(path) if source == "module" else None
+    for module in cut.expert.modules():
+        if is_linear(module) or module in cut.dropouts:
+            continue
+        kinds = str | int | float if module is activation else str
+        for name, value in vars(module).items():
+            if isinstance(value, kinds) and not name.startswith("_") and name != "training":
+                yield vars(module), name
