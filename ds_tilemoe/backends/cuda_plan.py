@@ -102,7 +102,10 @@ def dispatch_ctas(config: TileOverlapConfig, sms: int) -> int:
 def tail_waves(config: TileOverlapConfig) -> int | str:
     """Waves of local tiles that go last: a number or "all"."""
     waves = config.local_tail_waves
-    return AUTO_TAIL_WAVES if waves == "auto" else waves
+    if waves != "auto":
+        return waves
+    # Its last copy is a quarter of what a peer gets, and takes several waves: docs/gpu-notes.md.
+    return "all" if config.mover == "copy_engine" else AUTO_TAIL_WAVES
 
 
 def tail_bands(waves: int | str, n_tiles: int, sms: int) -> int:
