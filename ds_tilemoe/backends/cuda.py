@@ -154,7 +154,9 @@ class CudaBackend:
         why_not = "it is not wanted" if wanted == "deepspeed" else uncovered(gate, used_token)
         if fault := router_fault(self.config, why_not, x.dtype):
             raise ConfigError(fault)
-        self._enter("the router")  # its params are one for all layers, as are those of the places
+        # Its params are one for all layers, as are those of the places.
+        if not self._in_call.acquire(blocking=False):
+            raise _two_threads("the router")
         try:
             with self._caller.range("router"), self._on_device():
                 if why_not:
@@ -234,20 +236,13 @@ class CudaBackend:
         """See ``Backend.forward``. In order of the current stream."""
         if self._heap is None:
             raise TileMoEError(f"layer {shape.name}: the backend has no heap; call ensure() first")
-        self._enter(f"layer {shape.name}")
+        if not self._in_call.acquire(blocking=False):
+            raise _two_threads(f"layer {shape.name}")
         try:
             with self._on_device():
                 return self._forward(self._heap, shape, experts, x, routing)
         finally:
             self._in_call.release()
-
-    def _enter(self, where: str) -> None:
-        """Takes ``_in_call``, which guards what all layers share."""
-        if not self._in_call.acquire(blocking=False):
-            raise TileMoEError(
-                f"{where}: another thread is inside a layer of the same group; the layers of a"
-                " group must run one after another"
-            )
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """The backend's device as the current one, which it mostly is."""
@@ -345,3 +340,11 @@ class CudaBackend:
 
 def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _two_threads(where: str) -> TileMoEError:
+    """What is said where another thread has ``_in_call``, which guards what all layers share."""
+    return TileMoEError(
+        f"{where}: another thread is inside a layer of the same group; the layers of a group must"
+        " run one after another"
+    )
