@@ -31,6 +31,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -98,8 +99,12 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.max_new_tokens < 0:
         parser.error(f"--max-new-tokens is {args.max_new_tokens}; it must be 0 or more")
-    if args.trace and not Path(args.trace).absolute().parent.is_dir():
-        parser.error(f"--trace {args.trace}: there is no such folder")
+    if args.trace:
+        trace = Path(args.trace).absolute()
+        if not trace.parent.is_dir():
+            parser.error(f"--trace {args.trace}: there is no such folder")
+        if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
+            parser.error(f"--trace: got {args.trace!r}, wanted a file that can be written")
     return args
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from moe_models import HIDDEN, SwiGLU, assert_close, make_moe, run, tokens
 from torch import nn
@@ -56,6 +57,20 @@ def parametrise(moe):
     return undo
 
 
+def patch_the_class(moe):
+    kind = type(moe.deepspeed_moe.experts.deepspeed_experts[0])
+    forward = kind.forward
+    kind.forward = lambda self, x: 2 * forward(self, x)
+    return lambda: setattr(kind, "forward", forward)
+
+
+def replace_a_call(moe):
+    expert = moe.deepspeed_moe.experts.deepspeed_experts[1]
+    linear = next(module for module in expert.modules() if isinstance(module, nn.Linear))
+    linear._call_impl = lambda x: F.linear(x, 2 * linear.weight, linear.bias)
+    return lambda: delattr(linear, "_call_impl")
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     "change",
@@ -66,6 +81,8 @@ def parametrise(moe):
         hook_the_world,
         patch_a_forward,
         parametrise,
+        patch_the_class,
+        replace_a_call,
     ],
 )
 def test_changes_that_come_and_go(change, strict, caplog):

@@ -141,8 +141,13 @@ def test_known_experts(name, dtype):
         lambda up, down, x: down(F.celu(up(x), 0.3)),
         lambda up, down, x: F.relu(down(F.gelu(up(x)))),
         first_column_normalised,
+        lambda up, down, x: down(F.gelu(up(x)).clamp(max=40)),
+        lambda up, down, x: down(F.gelu(up(x))).clamp(-3000, 3000),
     ],
-    ids=["scaled", "skip", "odd activation", "activation last", "rows depend on rows"],
+    ids=[
+        *("scaled", "skip", "odd activation", "activation last", "rows depend on rows"),
+        *("clamped", "clamped at the end"),
+    ],
 )
 def test_experts_that_compute_something_else(forward):
     expert = Named(forward=forward)

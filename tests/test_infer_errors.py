@@ -62,6 +62,7 @@ def test_wrong_settings(tmp_path, block, words):
         (["--max-new-tokens", "-1"], "--max-new-tokens is -1; it must be 0 or more"),
         (["--max-new-tokens", "many"], "invalid int value: 'many'"),
         (["--trace", "/no/such/folder/t.json"], "no such folder"),
+        (["--trace", "/"], "wanted a file that can be written"),
         (["--unheard-of"], "--unheard-of"),
     ],
 )

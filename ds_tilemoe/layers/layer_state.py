@@ -198,13 +198,23 @@ class LayerState:
         return shape
 
 
+# Of a module's own, in front of what its class and its parameters say.
+_PATCHES = frozenset({"forward", "_call_impl", "weight", "bias"})
+
+
 def _look(layer: MOELayer) -> object:
     """What an offer may refuse and a user may take back: hooks, patches, classes."""
     experts = getattr(layer, "experts", None)
     if not isinstance(experts, nn.Module):
         return None
     return hooks_around(experts), [
-        (id(module), type(module), hooks_of(module), "forward" in module.__dict__)
+        (
+            id(module),
+            (kind := type(module)),
+            kind.forward,
+            hooks_of(module),
+            _PATCHES & module.__dict__.keys(),
+        )
         for module in experts.modules()
     ]
 
