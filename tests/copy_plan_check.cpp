@@ -17,34 +17,10 @@ using namespace tilemoe;
 
 namespace {
 
-struct Whole {
-  std::vector<int64_t> arrivals;
-  std::vector<Segment> segments;
-  PlanSizes sizes;
-};
-
-Whole whole_plan(const PlanParams& params, const std::vector<int32_t>& counts) {
-  const int64_t experts = int64_t{params.world} * params.local_experts;
-  PlanView plan{};
-  plan.sizes = plan_sizes(params, counts.data());
-  std::vector<int64_t> expert_row(params.local_experts + 1), run_row(experts), dispatch(experts),
-      recv(experts + 1);
-  Whole whole{std::vector<int64_t>(params.world), std::vector<Segment>(plan.sizes.segments),
-              plan.sizes};
-  std::vector<Band> bands(plan.sizes.bands);
-  std::vector<Chunk> chunks(plan.sizes.chunks);
-  plan.expert_row = expert_row.data(), plan.run_row = run_row.data(), plan.bands = bands.data();
-  plan.segments = whole.segments.data(), plan.chunks = chunks.data();
-  plan.arrival_target = whole.arrivals.data(), plan.dispatch_row = dispatch.data();
-  plan.recv_row = recv.data();
-  plan_fill(params, counts.data(), &plan);
-  return whole;
-}
-
 bool check(PlanParams params, const std::vector<int32_t>& counts, int64_t row_bytes, int most,
            int64_t least_bytes, int64_t* boxes) {
   const CopyPlan plan = plan_copies(params, counts.data(), row_bytes, most, least_bytes);
-  const Whole whole = whole_plan(params, counts);
+  const HostPlan whole(params, counts.data());
   WANT(plan.bands == whole.sizes.bands && plan.segments == whole.sizes.segments);
   std::set<int32_t> owners;
   std::set<int64_t> sent;  // (owner, row there)
@@ -52,7 +28,7 @@ bool check(PlanParams params, const std::vector<int32_t>& counts, int64_t row_by
     WANT(peer.owner != params.rank && owners.insert(peer.owner).second);
     PlanParams theirs = params;
     theirs.rank = peer.owner;
-    WANT(whole_plan(theirs, counts).arrivals[params.rank] == peer.rows && peer.rows > 0);
+    WANT(HostPlan(theirs, counts.data()).arrival_target[params.rank] == peer.rows && peer.rows > 0);
     WANT(!peer.copies.empty() && peer.copies.size() <= static_cast<size_t>(most));
     int64_t rows = 0;
     for (const EngineCopy& copy : peer.copies) {

@@ -97,7 +97,6 @@ class PlayedLibrary:
         self.status = 0
         self.seen: list[RouterParams] = []
         self.tilemoe_router_load = lambda: self.status
-        self.tilemoe_split_load = lambda: self.status
         self.tilemoe_split_launch = lambda *arguments: self._split(*arguments)
         self.tilemoe_places_scratch_bytes = lambda tokens, topk, experts: 4 * experts
         self.tilemoe_router_scratch_bytes = lambda tokens, topk, experts: 8 * tokens * topk + 4

@@ -171,6 +171,13 @@ struct RankView {
   uint32_t random_delay_ns;  // tests only: most that a role sleeps where kernels could meet
 };
 
+// In a block: the word that counts the rows which `source` has put into its receive room.
+TILEMOE_HOST_DEVICE inline int64_t arrival_offset(const RankView& view, uint64_t epoch,
+                                                  int32_t source) {
+  const int64_t line = static_cast<int64_t>(epoch % 2) * view.world + source;
+  return view.offsets.arrivals + line * kLineBytes;
+}
+
 TILEMOE_HOST_DEVICE inline std::byte* half_of(const RankView& view, uint64_t epoch) {
   return view.state + kLineBytes + static_cast<int64_t>(epoch % 2) * view.half_bytes;
 }

@@ -23,9 +23,7 @@ __device__ __forceinline__ Failure& failure_of(const RankView& view, int32_t ran
 // Rows that `source` has put into the receive room of `owner`.
 __device__ __forceinline__ uint64_t* arrival_word(const RankView& view, int32_t owner,
                                                   uint64_t epoch, int32_t source) {
-  const int64_t line = static_cast<int64_t>(epoch % 2) * view.world + source;
-  return reinterpret_cast<uint64_t*>(view.blocks[owner] + view.offsets.arrivals +
-                                     line * kLineBytes);
+  return reinterpret_cast<uint64_t*>(view.blocks[owner] + arrival_offset(view, epoch, source));
 }
 
 // Rows that have come into each slot of the layout of `rank`.

@@ -1,8 +1,7 @@
-#include <cuda.h>
-
 #include <exception>
 #include <memory>
 
+#include "../common/driver.h"
 #include "copy_engine.h"
 
 namespace tilemoe {
@@ -46,27 +45,15 @@ struct CopyEngine {
   const Peer& peer_of(int32_t owner) const {
     return peers[(owner - view.rank - 1 + view.world) % view.world];
   }
-  // As arrival_word of common/wait.cuh, for the host.
   std::byte* arrivals(int32_t owner) const {
-    const int64_t line = static_cast<int64_t>(epoch % 2) * view.world + view.rank;
-    return blocks[owner] + view.offsets.arrivals + line * kLineBytes;
+    return blocks[owner] + arrival_offset(view, epoch, view.rank);
   }
 };
 
 namespace {
 
-using BatchMemOp = decltype(&cuStreamBatchMemOp);
-
-// The driver's entry point through the runtime, so that nothing links against libcuda.
-BatchMemOp batch_mem_op() {
-  static const BatchMemOp found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function,
-                                                               12000, cudaEnableDefault, &result);
-    const bool good = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return good ? reinterpret_cast<BatchMemOp>(function) : nullptr;
-  }();
+auto batch_mem_op() {
+  static const auto found = driver_function<decltype(&cuStreamBatchMemOp)>("cuStreamBatchMemOp");
   return found;
 }
 

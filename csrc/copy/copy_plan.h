@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../planner/planner.h"
+#include "../planner/host_plan.h"
 
 namespace tilemoe {
 
@@ -57,24 +57,8 @@ struct CopyPlan {
 inline CopyPlan plan_copies(PlanParams params, const int32_t* counts, int64_t row_bytes, int most,
                             int64_t least_bytes) {
   params.chunk_rows = INT32_MAX;  // nobody claims chunks: one a segment
-  PlanView plan{};
-  plan.sizes = plan_sizes(params, counts);
-  const int64_t experts = int64_t{params.world} * params.local_experts;
-  std::vector<int64_t> expert_row(params.local_experts + 1), run_row(experts),
-      arrival_target(params.world), dispatch_row(experts), recv_row(experts + 1);
-  std::vector<Band> bands(plan.sizes.bands);
-  std::vector<Segment> segments(plan.sizes.segments);
-  std::vector<Chunk> chunks(plan.sizes.chunks);
-  plan.expert_row = expert_row.data();
-  plan.run_row = run_row.data();
-  plan.bands = bands.data();
-  plan.segments = segments.data();
-  plan.chunks = chunks.data();
-  plan.arrival_target = arrival_target.data();
-  plan.dispatch_row = dispatch_row.data();
-  plan.recv_row = recv_row.data();
-  plan_fill(params, counts, &plan);
-
+  const HostPlan plan(params, counts);
+  const std::vector<Segment>& segments = plan.segments;
   CopyPlan result{plan.sizes.bands, plan.sizes.segments, {}};
   for (int32_t place = 1; place < params.world; ++place) {
     PeerCopies peer{(params.rank + place) % params.world, 0, {}};

@@ -1,6 +1,5 @@
 // Host side of the producer: tensor maps, choice of instance, launch.
-#include <cuda.h>
-
+#include "../common/driver.h"
 #include "instances.h"
 
 namespace tilemoe::producer {
@@ -17,18 +16,6 @@ const InstanceEntry* find(ProducerKind kind) {
   return nullptr;
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's entry point through the runtime, so that nothing links against libcuda.
-Encode find_encode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Encode>(function);
-}
-
 }  // namespace
 }  // namespace tilemoe::producer
 
@@ -41,7 +28,8 @@ namespace producer = tilemoe::producer;
 cudaError_t tilemoe_make_tensor_map(TensorMap* map, const void* base, Dtype dtype, int64_t rows,
                                     int64_t cols, int32_t box_rows) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
-  static const producer::Encode encode = producer::find_encode();
+  static const auto encode =
+      tilemoe::driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return cudaErrorNotSupported;
   // TMA coordinates are 32-bit and row pitches multiples of 16 bytes.
   if (map == nullptr || rows <= 0 || rows > INT32_MAX || cols <= 0 || cols % 8 != 0) {

@@ -198,6 +198,7 @@ cudaError_t tilemoe_router_load() {
   }
   if (error == cudaSuccess) error = load(select_kernel, sizeof(Selection));
   if (error == cudaSuccess) error = load(finish_kernel, 0);
+  if (error == cudaSuccess) error = load_split();
   return error;
 }
 

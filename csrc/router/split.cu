@@ -31,12 +31,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-}  // namespace tilemoe::router
 
-cudaError_t tilemoe_split_load() {
+cudaError_t load_split() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, tilemoe::router::split_kernel);
+  return cudaFuncGetAttributes(&attributes, split_kernel);
 }
+
+}  // namespace tilemoe::router
 
 cudaError_t tilemoe_split_launch(const float* weights, void* parts, int64_t count,
                                  cudaStream_t stream) {

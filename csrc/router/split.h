@@ -9,12 +9,12 @@ namespace tilemoe::router {
 
 constexpr int32_t kLogitParts = 3;  // bf16 numbers that hold the 24 bits of a float
 
+// Loads the kernel of the current device; tilemoe_router_load does so.
+cudaError_t load_split();
+
 }  // namespace tilemoe::router
 
 extern "C" {
-
-// Loads the kernel of the current device: once, at start-up.
-cudaError_t tilemoe_split_load();
 
 // parts: [3, count] bf16; the largest part first.
 cudaError_t tilemoe_split_launch(const float* weights, void* parts, int64_t count,

@@ -61,7 +61,6 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tilemoe_router_load": (c_int32, ()),
     "tilemoe_places_launch": (c_int32, (POINTER(PlacesParams), c_void_p)),
     "tilemoe_router_launch": (c_int32, (POINTER(RouterParams), c_void_p)),
-    "tilemoe_split_load": (c_int32, ()),
     "tilemoe_split_launch": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
 }
 
@@ -95,7 +94,6 @@ class FusedRouter:
             function.restype, function.argtypes = result, arguments
         with torch.cuda.device(device):
             check(library.tilemoe_router_load(), "loading the router")
-            check(library.tilemoe_split_load(), "loading the split of the gate's weights")
 
     def route(
         self, gate: Any, x: Tensor, start_ns: int | None = None, stream: int | None = None

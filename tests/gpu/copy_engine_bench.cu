@@ -11,7 +11,6 @@
 // 20 s is ended with 3: nothing on the GPU ends the wait of a stream.
 #include <map>
 #include <set>
-#include <sstream>
 
 #include "copy_ahead.cuh"
 
@@ -157,13 +156,6 @@ bool compare(const Options& o, const ShapeSpec& spec, int tile_n) {
               quantile(gain, 0.1), quantile(gain, 0.9), gains ? "yes" : "no");
   std::fflush(stdout);
   return gains;
-}
-
-std::vector<int> list(const std::string& text) {
-  std::vector<int> values;
-  std::stringstream stream(text);
-  for (std::string item; std::getline(stream, item, ',');) values.push_back(std::stoi(item));
-  return values;
 }
 
 }  // namespace

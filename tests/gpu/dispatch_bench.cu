@@ -5,7 +5,6 @@
 //                  [routings=0] [ctas=4,0,2,6,8,12] [tail=32] [world=as many as GPUs]
 #include <ctime>
 #include <map>
-#include <sstream>
 
 #include "dispatch_timing.cuh"
 
@@ -100,13 +99,6 @@ void bench(const Options& o, int shape_index, int routing, int world) {
   }
   if (file != nullptr) std::fclose(file);
   std::fflush(stdout);
-}
-
-std::vector<int> list(const std::string& text) {
-  std::vector<int> values;
-  std::stringstream stream(text);
-  for (std::string item; std::getline(stream, item, ',');) values.push_back(std::stoi(item));
-  return values;
 }
 
 }  // namespace

@@ -21,15 +21,20 @@
 #include <vector>
 
 #include "host.cuh"
+#include "numbers.cuh"
 #include "planner/exchange.h"
-#include "planner/planner.h"
+#include "planner/host_plan.h"
 #include "producer/producer.h"
 
 namespace front {
 
 using namespace tilemoe;
+using harness::cast;
 using harness::gpus;
+using harness::in_random_order;
+using harness::list;
 using harness::Meeting;
+using harness::mix;
 
 struct Shape {
   int world, local_experts, topk, n, k;  // of GEMM 1: x is [tokens, k], its output [rows, n]
@@ -111,22 +116,7 @@ inline std::vector<Origin> origins(const Shape& shape, int rank,
   const int world = shape.world, experts = shape.experts();
   std::vector<int32_t> counts;
   for (const Routing* r : routings) counts.insert(counts.end(), r->counts.begin(), r->counts.end());
-  PlanView plan{};
-  plan.sizes = plan_sizes(params, counts.data());
-  std::vector<int64_t> expert_row(shape.local_experts + 1), run_row(experts), target(world),
-      dispatch_row(experts), recv_row(experts + 1);
-  std::vector<Band> bands(plan.sizes.bands);
-  std::vector<Segment> segments(plan.sizes.segments);
-  std::vector<Chunk> chunks(plan.sizes.chunks);
-  plan.expert_row = expert_row.data();
-  plan.run_row = run_row.data();
-  plan.bands = bands.data();
-  plan.segments = segments.data();
-  plan.chunks = chunks.data();
-  plan.arrival_target = target.data();
-  plan.dispatch_row = dispatch_row.data();
-  plan.recv_row = recv_row.data();
-  plan_fill(params, counts.data(), &plan);
+  const HostPlan plan(params, counts.data());
   std::vector<Origin> result;
   for (int owner = 0; owner < world; ++owner) {
     const Routing& r = *routings[owner];
@@ -135,7 +125,7 @@ inline std::vector<Origin> origins(const Shape& shape, int rank,
       for (int i = 0; i < r.counts[expert]; ++i, ++source) {
         const int local = expert - rank * shape.local_experts;
         if (local < 0 || local >= shape.local_experts) continue;
-        result.push_back({static_cast<int32_t>(run_row[local * world + owner] + i), owner,
+        result.push_back({static_cast<int32_t>(plan.run_row[local * world + owner] + i), owner,
                           r.sources[source], expert});
       }
     }
@@ -406,13 +396,5 @@ class Group {
   std::vector<Rank> ranks_;
   std::vector<std::pair<int, void*>> memory_;
 };
-
-__host__ __device__ inline uint32_t mix(uint64_t a, uint64_t b) {
-  uint64_t x = a * 0x9E3779B97F4A7C15ull ^ (b + 1) * 0xD1B54A32D192ED03ull;
-  x ^= x >> 32;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 29;
-  return static_cast<uint32_t>(x);
-}
 
 }  // namespace front

@@ -15,16 +15,6 @@ __device__ inline float x_value(uint64_t epoch, int owner, int token, int column
 __device__ inline float w_value(int matrix, int column, int k) {
   return static_cast<float>(static_cast<int>(mix(matrix * 65537 + column, k) % 5) - 2);
 }
-template <class E>
-__device__ E cast(float value);
-template <>
-__device__ inline __nv_bfloat16 cast<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
-template <>
-__device__ inline __half cast<__half>(float value) {
-  return __float2half_rn(value);
-}
 
 // Of the call whose exchange comes next.
 template <class E>

@@ -260,20 +260,13 @@ class Bench {
     std::vector<std::vector<Times>> times(shape_.world, std::vector<Times>(count));
     Meeting meeting(shape_.world);
     group_.each([&](Rank& rank) {
-      std::mt19937_64 same(4242);
-      std::vector<int> order(count);
-      std::iota(order.begin(), order.end(), 0);
-      for (int round = -2; round < rounds; ++round) {
-        std::shuffle(order.begin(), order.end(), same);
-        for (int i : order) {
-          meeting.wait();
-          enqueue(rank, variants[i], calls_[(round + 2) % kFresh], i);
-        }
+      const auto call = [&](int i, int number) {
+        enqueue(rank, variants[i], calls_[number % kFresh], i);
+      };
+      in_random_order(meeting, count, rounds, call, [&](int round) {
         CHECK_CUDA(cudaStreamSynchronize(rank.main));
-        for (int i = 0; round >= 0 && i < count; ++i) {
-          collect(rank, i, times[rank.rank][i]);
-        }
-      }
+        for (int i = 0; round >= 0 && i < count; ++i) collect(rank, i, times[rank.rank][i]);
+      });
     });
     std::vector<Times> slowest = times[0];
     for (int i = 0; i < count; ++i) {

@@ -1,13 +1,19 @@
 // What the host side of every check and bench here needs: errors of CUDA end the program, the GPUs
-// there are, and host threads that meet.
+// there are, host threads that meet, variants in a random order, lists of numbers.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
 
 #define CHECK_CUDA(call)                                                 \
   do {                                                                   \
@@ -49,5 +55,31 @@ class Meeting {
   const int count_;
   int here_ = 0, turn_ = 0;
 };
+
+// What one rank's thread does to time `count` variants: all once a round, in an order that all
+// ranks share, each begun together. call(variant, number of the round), end(round): behind each
+// round, of which -2 and -1 warm up.
+template <class Call, class End>
+void in_random_order(Meeting& meeting, int count, int rounds, const Call& call, const End& end) {
+  std::mt19937_64 same(4242);
+  std::vector<int> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  for (int round = -2; round < rounds; ++round) {
+    std::shuffle(order.begin(), order.end(), same);
+    for (int variant : order) {
+      meeting.wait();
+      call(variant, round + 2);
+    }
+    end(round);
+  }
+}
+
+// "1,2,3"
+inline std::vector<int> list(const std::string& text) {
+  std::vector<int> values;
+  std::stringstream stream(text);
+  for (std::string item; std::getline(stream, item, ',');) values.push_back(std::stoi(item));
+  return values;
+}
 
 }  // namespace harness

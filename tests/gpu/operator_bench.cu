@@ -8,7 +8,6 @@
 //                  [splits=1,2,4,6,8,12,16]: plain stores against bulk copies (bulk_mover.cu)
 #include <ctime>
 #include <map>
-#include <sstream>
 
 #include "operator_timing.cuh"
 
@@ -213,13 +212,6 @@ void bench(const Options& o, const ShapeSpec& spec, int routing, Layout layout, 
       variants[fastest].name.c_str(), variants[fastest].ctas, best_us, best_us / bound, ceiling);
   if (file != nullptr) std::fclose(file);
   std::fflush(stdout);
-}
-
-std::vector<int> list(const std::string& text) {
-  std::vector<int> values;
-  std::stringstream stream(text);
-  for (std::string item; std::getline(stream, item, ',');) values.push_back(std::stoi(item));
-  return values;
 }
 
 }  // namespace

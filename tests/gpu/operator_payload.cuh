@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/wait.cuh"
+#include "numbers.cuh"
 #include "operator_harness.cuh"
 
 namespace harness {
@@ -9,13 +10,6 @@ namespace harness {
 // Small whole numbers, so that sums are exact in fp32 and a row of GEMM 2 is known bit for bit
 // whatever the order of its sum.
 
-__host__ __device__ inline uint32_t mix(uint64_t a, uint64_t b) {
-  uint64_t x = a * 0x9E3779B97F4A7C15ull ^ (b + 1) * 0xD1B54A32D192ED03ull;
-  x ^= x >> 32;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 29;
-  return static_cast<uint32_t>(x);
-}
 // Of the row of `owner`'s route number `position` to `expert` in the call tagged `tag`: in [-8, 8).
 __host__ __device__ inline float a_value(uint64_t tag, int owner, int expert, int position,
                                          int column) {
@@ -25,17 +19,6 @@ __host__ __device__ inline float a_value(uint64_t tag, int owner, int expert, in
 // Of the expert's weight [n, k]: in [-2, 2].
 __host__ __device__ inline float b_value(int expert, int column, int k) {
   return static_cast<float>(static_cast<int>(mix(expert * 65537 + column, k) % 5) - 2);
-}
-
-template <class E>
-__device__ E cast(float value);
-template <>
-__device__ inline __nv_bfloat16 cast<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
-template <>
-__device__ inline __half cast<__half>(float value) {
-  return __float2half_rn(value);
 }
 
 // Block (run, some rows): what dispatch and GEMM 1 would have left. Tag 0 = the epoch.

@@ -223,21 +223,14 @@ class Bench {
     std::vector<std::vector<Times>> times(shape_.world, std::vector<Times>(count));
     Meeting meeting(shape_.world);
     group_.each([&](Rank& rank) {
-      std::mt19937_64 same(4242);
-      std::vector<int> order(count);
-      for (int i = 0; i < count; ++i) order[i] = i;
-      for (int round = -2; round < rounds; ++round) {
-        std::shuffle(order.begin(), order.end(), same);
-        for (int i : order) {
-          meeting.wait();
-          enqueue(rank, variants[i], (round + 2) % kFresh, i);
-        }
+      const auto call = [&](int i, int number) { enqueue(rank, variants[i], number % kFresh, i); };
+      in_random_order(meeting, count, rounds, call, [&](int round) {
         CHECK_CUDA(cudaStreamSynchronize(rank.main));
         ++rounds_ended_;
-        if (round >= 0) {
-          for (int i = 0; i < count; ++i) collect(rank, variants[i], i, times[rank.rank][i]);
+        for (int i = 0; round >= 0 && i < count; ++i) {
+          collect(rank, variants[i], i, times[rank.rank][i]);
         }
-      }
+      });
     });
     std::vector<Times> slowest = times[0];
     for (int r = 1; r < shape_.world; ++r) {
