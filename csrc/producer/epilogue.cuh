@@ -61,6 +61,19 @@ __device__ __forceinline__ void fill_store_buffers(Accumulators& accumulators, b
   }
 }
 
+// A warp none of whose rows is valid: as fill_store_buffers, but nothing is filled.
+template <class T>
+__device__ __forceinline__ void pass_store_buffers(int group, uint32_t tiles_done,
+                                                   typename T::Shared& shared) {
+  for (int s = 0; s < T::kSubTiles; ++s) {
+    const int buffer = s % T::kStoreBuffers;
+    const uint32_t use = tiles_done * T::kUsesPerTile + s / T::kStoreBuffers;
+    wait_for(shared.store_empty[group][buffer], (use & 1) ^ 1);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive_at(shared.store_full[group][buffer]);
+  }
+}
+
 // ---- Store warp: one thread.
 __device__ __forceinline__ void raise_flag(const ProducerParams& params, int32_t band,
                                            int64_t shift) {
@@ -103,6 +116,7 @@ __device__ void store_tiles(const ProducerParams& params, typename T::Shared& sh
     if (tile.band < 0) break;
 
     const int32_t column = tile.n_tile * T::kOutN;
+    const TensorMap* const map = tile.rows <= kProducerFewRows ? &params.d_few : &params.d;
     uint64_t* last_empty = nullptr;
     CUTLASS_PRAGMA_UNROLL
     for (int s = 0; s < T::kSubTiles; ++s) {
@@ -112,8 +126,10 @@ __device__ void store_tiles(const ProducerParams& params, typename T::Shared& sh
       for (int group = 0; group < 2; ++group) {
         wait_for(shared.store_full[group][buffer], parity);
         // Columns behind n are dropped by the map; a box that lies wholly there is legal too.
-        SM90_TMA_STORE_2D::copy(&params.d, shared.store[group][buffer], column + s * kSubTileN,
-                                tile.row + group * kProducerStoreRows);
+        if (group * kProducerStoreRows < tile.rows) {
+          SM90_TMA_STORE_2D::copy(map, shared.store[group][buffer], column + s * kSubTileN,
+                                  tile.row + group * kProducerStoreRows);
+        }
         tma_store_arrive();
         wait_bulk_stores_read<1>();
         if (last_empty != nullptr) arrive_at(*last_empty);

@@ -19,7 +19,7 @@ enum class Activation : int32_t { none = 0, gelu = 1, silu = 2, relu = 3 };  // 
 constexpr int kProducerTileM = 128;
 constexpr int kProducerTileK = 64;
 constexpr int kProducerStoreRows = 64;  // rows of one TMA store
-constexpr int kProducerFewRows = 16;  // bands with no more load no more of A: decode reads weights
+constexpr int kProducerFewRows = 16;    // bands with no more load and store no more: decode
 
 // A CUtensorMap: 64-byte aligned, as the hardware demands.
 struct alignas(64) TensorMap {
@@ -42,6 +42,7 @@ struct ProducerParams {
   TensorMap a;         // [layout rows, k], box_rows kProducerTileM
   TensorMap a_few;     // the same, box_rows kProducerFewRows
   TensorMap d;         // [layout rows, n], box_rows kProducerStoreRows
+  TensorMap d_few;     // the same, box_rows kProducerFewRows
   const TensorMap* b;  // device, [experts]: [n, k]; gated: [2 * experts], gate maps then up maps
   const void* const* bias;    // device, [experts] (gated [2 * experts]) of n elements; or null
   const Band* bands;          // device, in schedule order
@@ -52,12 +53,15 @@ struct ProducerParams {
   int64_t half_bytes;          // from half 0 to half 1
   uint32_t* tile_claim;        // device, one word
   uint32_t* band_flags;        // device, [bands]; null = raise no flag
-  uint64_t* start_ns;          // device; time when tile 0 was claimed; or null
+  uint64_t* start_ns;          // device; time when tile 0 was begun; or null
   uint64_t* end_ns;            // device; time when the last tile was flagged; or null
   ShipParams ship;             // view.state null: no drain, no counts for IterationStats
   DispatchParams dispatch;     // of GEMM 1; view.state null: none
   const int32_t* front_bands;  // device, [bands]: order of the bands; or null = as they are
   int32_t drain;               // 1: a CTA that finds no tile left ships chunks until none is left
+  // 1: GEMM 2 right behind a GEMM 1 that dispatches. That has seen the plan before it lets this
+  // kernel come, which so loads weights before GEMM 1 has ended.
+  int32_t behind_front;
   int32_t experts;
   int32_t n;
   int32_t k;

@@ -60,8 +60,18 @@ __device__ void multiply_tiles(const ProducerParams& params, typename T::Shared&
     tile.band = __shfl_sync(0xffffffffu, tile.band, 0);
     tile.expert = __shfl_sync(0xffffffffu, tile.expert, 0);
     tile.n_tile = __shfl_sync(0xffffffffu, tile.n_tile, 0);
+    tile.rows = __shfl_sync(0xffffffffu, tile.rows, 0);
     turn.advance();
     if (tile.band < 0) return;
+
+    if (group * kProducerStoreRows >= tile.rows) {  // nothing of it is this group's
+      for (int32_t k = 0; k < k_blocks; ++k, ++read) {
+        pipeline.consumer_wait(read);
+        pipeline.consumer_release(read);
+      }
+      pass_store_buffers<T>(group, tiles_done, shared);
+      continue;
+    }
 
     // This thread's two bias elements are on their way while the main loop runs.
     uint32_t bias_pair = 0;
@@ -80,11 +90,16 @@ __device__ void multiply_tiles(const ProducerParams& params, typename T::Shared&
     read.advance(k_blocks);
 
     // Two halves by tile parity: a warp comes back to a half only behind the next tile's barrier,
-    // which all warps reach after they have read this one.
+    // or (pass_store_buffers) when this tile has been stored, for both of which all warps have read
+    // it.
     uint32_t* const bias = shared.bias[group][tiles_done % 2];
     if (has_bias) {
       if (thread_in_group < T::kTileN / 2) bias[thread_in_group] = bias_pair;
       cutlass::arch::NamedBarrier::sync(128, 1 + group);
+    }
+    if (group * kProducerStoreRows + thread_in_group / 32 * 16 >= tile.rows) {
+      pass_store_buffers<T>(group, tiles_done, shared);
+      continue;
     }
     switch (params.activation) {
       case Activation::gelu:
@@ -155,8 +170,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     consumer::init(shared.ship, kThreads / 32 - 1);
   }
   // In all threads of all CTAs: who waits for the end of this kernel takes all before it for ended.
-  await_prerequisites();
-  if (leaves_its_sm(params.ship)) return;
+  // Behind a GEMM 1 not before the barrier, and the loader when it has asked for weights.
+  const bool behind_front = params.behind_front != 0;
+  if (!behind_front) await_prerequisites();
+  if (leaves_its_sm(params.ship)) {
+    await_prerequisites();
+    return;
+  }
   if (threadIdx.x == 0) {
     shared.half_shift = params.epoch == nullptr || *params.epoch % 2 == 0 ? 0 : params.half_bytes;
   }
@@ -168,7 +188,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.slot_rows = slot_rows_of(view, view.rank, state_of(view).epoch);
   }
   __syncthreads();
-  Tile first{};
+  if (behind_front && warp != 0) await_prerequisites();
+  FirstTile first{};
   bool has_first = false;
   if (dispatching) {
     // A CTA that sends at length claims nothing before it is done.
@@ -191,6 +212,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) {
         load_tiles<T>(params, shared, pipeline, first);
         if (!drain) allow_dependents();  // the drain does so itself
+      } else if (behind_front) {
+        await_prerequisites();
       }
     } else if (warp == 1) {
       if (lane == 0) store_tiles<T>(params, shared);

@@ -5,6 +5,11 @@
 
 namespace tilemoe::producer {
 
+struct FirstTile {
+  Tile tile;
+  uint32_t claim;
+};
+
 // Tiles in the order in which they are claimed. One thread.
 template <class T>
 class TileOrder {
@@ -27,24 +32,19 @@ class TileOrder {
     tile.band = params_.front_bands == nullptr ? index.band : params_.front_bands[index.band];
     tile.n_tile = index.n_tile;
   }
-  // Returns its valid rows.
-  __device__ int32_t find_band(Tile& tile) const {
-    if (tile.band < 0) return 0;
+  __device__ void find_band(Tile& tile) const {
+    if (tile.band < 0) return;
     const Band band = params_.bands[tile.band];
     tile.row = static_cast<int32_t>(band.row);
     tile.expert = band.expert;
-    return band.rows;
+    tile.rows = band.rows;
   }
-  __device__ Tile first() const {
-    const uint32_t claimed = claim();
-    // With dispatch its first CTA has said so.
-    if (claimed == 0 && params_.start_ns != nullptr && params_.dispatch.view.state == nullptr) {
-      *shifted(params_.start_ns, shared_.half_shift) = now_ns();
-    }
-    Tile tile{};
-    find_place(claimed, tile);
-    find_band(tile);
-    return tile;
+  __device__ FirstTile first() const {
+    FirstTile first{};
+    first.claim = claim();
+    find_place(first.claim, first.tile);
+    find_band(first.tile);
+    return first;
   }
 
  private:
@@ -55,10 +55,10 @@ class TileOrder {
   const uint32_t tiles_;
 };
 
-// Warp 0: the CTA's first tile, for lane 0. With dispatch the first weights are fetched into L2
-// meanwhile, as the rows are still to come.
+// Warp 0: the CTA's first tile, for lane 0.
 template <class T>
-__device__ Tile claim_first_tile(const ProducerParams& params, const typename T::Shared& shared) {
+__device__ FirstTile claim_first_tile(const ProducerParams& params,
+                                      const typename T::Shared& shared) {
   const int lane = threadIdx.x % 32;
   // The maps of B lie in global memory and may have been rebuilt since the last launch.
   const int32_t maps = T::kGated ? 2 * params.experts : params.experts;
@@ -66,25 +66,27 @@ __device__ Tile claim_first_tile(const ProducerParams& params, const typename T:
     cute::tma_descriptor_fence_acquire(reinterpret_cast<const cute::TmaDescriptor*>(&params.b[i]));
   }
   __syncwarp();
-  if (lane != 0) return {};
-  const Tile tile = TileOrder<T>(params, shared).first();
-  if (tile.band < 0 || params.dispatch.view.state == nullptr) return tile;
-  const TensorMap* const map_b = &params.b[tile.expert];
-  for (int32_t column = 0; column < min(params.k, kEarlyBlocks * kProducerTileK);
-       column += kProducerTileK) {
-    cute::SM90_TMA_LOAD_2D::PREFETCH::copy(map_b, column, tile.n_tile * T::kOutN);
-    if constexpr (T::kGated) {
-      cute::SM90_TMA_LOAD_2D::PREFETCH::copy(map_b + params.experts, column,
-                                             tile.n_tile * T::kOutN);
-    }
-  }
-  return tile;
+  return lane == 0 ? TileOrder<T>(params, shared).first() : FirstTile{};
 }
 
-// `tile`: the CTA's first.
+// One k-block of B into `smem`, its stage's.
+template <class T>
+__device__ __forceinline__ void load_weights(const ProducerParams& params, const Tile& tile,
+                                             int32_t column, uint64_t* full,
+                                             typename T::Element* smem) {
+  constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  const TensorMap* const map = &params.b[tile.expert];
+  const int32_t row = tile.n_tile * T::kOutN;
+  cute::SM90_TMA_LOAD_2D::copy(map, full, kHint, smem, column, row);
+  if constexpr (T::kGated) {
+    cute::SM90_TMA_LOAD_2D::copy(map + params.experts, full, kHint,
+                                 smem + T::kTileN * kProducerTileK / 2, column, row);
+  }
+}
+
 template <class T>
 __device__ void load_tiles(const ProducerParams& params, typename T::Shared& shared,
-                           typename T::Pipeline& pipeline, Tile tile) {
+                           typename T::Pipeline& pipeline, const FirstTile& first) {
   using namespace cute;
   const TileOrder<T> order(params, shared);
   const bool dispatching = params.dispatch.view.state != nullptr;
@@ -102,8 +104,23 @@ __device__ void load_tiles(const ProducerParams& params, typename T::Shared& sha
 
   auto write = cutlass::make_producer_start_state<typename T::Pipeline>();
   Turn<kRing> turn;
-  uint32_t claim = 0;
-  int32_t rows = tile.band < 0 ? 0 : params.bands[tile.band].rows;
+  Tile tile = first.tile;
+  uint32_t claim = first.claim;
+  // Behind a GEMM 1 weights fill the stages while that ends, and only the rows are waited for.
+  int32_t loaded = 0;  // of this tile's k-blocks of B
+  if (params.behind_front != 0) {
+    if (tile.band >= 0) loaded = min(k_blocks, T::kStages);
+    for (auto early = write; static_cast<int32_t>(early.count()) < loaded; ++early) {
+      pipeline.producer_acquire(early);
+      load_weights<T>(params, tile, static_cast<int32_t>(early.count()) * kProducerTileK,
+                      pipeline.producer_get_barrier(early), smem_b + early.index() * kStageB);
+    }
+    await_prerequisites();
+  }
+  // With dispatch its first CTA has said so.
+  if (claim == 0 && params.start_ns != nullptr && !dispatching) {
+    *shifted(params.start_ns, shared.half_shift) = now_ns();
+  }
   while (true) {
     wait_for(shared.ring_empty[turn.slot], turn.parity ^ 1);
     shared.ring[turn.slot] = tile;
@@ -111,32 +128,28 @@ __device__ void load_tiles(const ProducerParams& params, typename T::Shared& sha
     turn.advance();
     if (tile.band < 0) return;
     if (dispatching) {  // the stages of the tile before are full meanwhile
-      T::Rows::await(params.dispatch.view, shared.slot_rows, tile.row, rows);
+      T::Rows::await(params.dispatch.view, shared.slot_rows, tile.row, tile.rows);
     }
-
-    const int32_t row_b = tile.n_tile * T::kOutN;
-    const TensorMap* const map_b = &params.b[tile.expert];
-    const bool few = rows <= kProducerFewRows;
+    const bool few = tile.rows <= kProducerFewRows;
     const TensorMap* const map_a = few ? &params.a_few : &params.a;
     Tile next{};
     for (int32_t k = 0; k < k_blocks; ++k) {
       if (k == claim_at) claim = order.claim();
       if (k == place_at) order.find_place(claim, next);
-      if (k == band_at) rows = order.find_band(next);
-      pipeline.producer_acquire(write);
+      if (k == band_at) order.find_band(next);
+      if (k >= loaded) pipeline.producer_acquire(write);
       auto* const full = pipeline.producer_get_barrier(write);
       const int32_t column = k * kProducerTileK;
       SM90_TMA_LOAD_2D::copy(map_a, full, kHint, smem_a + write.index() * kStageA, column,
                              tile.row);
       if (few) cutlass::arch::ClusterTransactionBarrier::complete_transaction(full, 0, kLackBytes);
-      SM90_TMA_LOAD_2D::copy(map_b, full, kHint, smem_b + write.index() * kStageB, column, row_b);
-      if constexpr (T::kGated) {
-        SM90_TMA_LOAD_2D::copy(map_b + params.experts, full, kHint,
-                               smem_b + write.index() * kStageB + kStageB / 2, column, row_b);
+      if (k >= loaded) {
+        load_weights<T>(params, tile, column, full, smem_b + write.index() * kStageB);
       }
       ++write;
     }
     tile = next;
+    loaded = 0;
   }
 }
 

@@ -30,14 +30,13 @@ constexpr int kSubTileN = 64;  // columns of one store: 128 bytes, one swizzle s
 constexpr int kClaimAhead = 6;
 constexpr int kPlaceAhead = 3;
 constexpr int kBandAhead = 2;
-constexpr int kEarlyBlocks =
-    8;  // k-blocks of the first weights: 34 MB for 132 CTAs, in an L2 of 50
 
 struct alignas(16) Tile {
   int32_t row;   // a TMA coordinate: layouts have fewer than 2^31 rows
   int32_t band;  // -1: no tile is left
   int32_t expert;
   int32_t n_tile;
+  int32_t rows;  // valid ones
 };
 
 template <class Element_, int kTileN_, bool kGated_, int kStages_, int kStoreBuffers_>

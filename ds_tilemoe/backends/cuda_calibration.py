@@ -128,9 +128,14 @@ class _GemmRun:
             )
             check(status, "a tensor map of the calibration")
 
-        set_map(ctypes.addressof(params), a, abi.TILE_M)
-        set_map(ctypes.addressof(params) + abi.ProducerParams.a_few.offset, a, abi.FEW_ROWS)
-        set_map(ctypes.addressof(params) + abi.ProducerParams.d.offset, d, abi.STORE_ROWS)
+        for name, matrix, box_rows in (
+            ("a", a, abi.TILE_M),
+            ("a_few", a, abi.FEW_ROWS),
+            ("d", d, abi.STORE_ROWS),
+            ("d_few", d, abi.FEW_ROWS),
+        ):
+            at = getattr(abi.ProducerParams, name).offset
+            set_map(ctypes.addressof(params) + at, matrix, box_rows)
         host_map = abi.aligned(abi.TensorMap)
         set_map(ctypes.addressof(host_map), b, library.tilemoe_producer_b_box_rows(kind))
         held = [

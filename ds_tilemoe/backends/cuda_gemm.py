@@ -71,13 +71,14 @@ class GroupedGemm:
         self.n_tiles = -(-n // (tile_n // 2 if gated else tile_n))
         self.kind = abi.ProducerKind(abi.DTYPES[dtype], tile_n, int(gated))
         self.params = params = abi.aligned(abi.ProducerParams)
-        self._make_map(ctypes.addressof(params), a, rows, k, abi.TILE_M)
-        self._make_map(
-            ctypes.addressof(params) + abi.ProducerParams.a_few.offset, a, rows, k, abi.FEW_ROWS
-        )
-        self._make_map(
-            ctypes.addressof(params) + abi.ProducerParams.d.offset, d, rows, n, abi.STORE_ROWS
-        )
+        for name, base, columns, box_rows in (
+            ("a", a, k, abi.TILE_M),
+            ("a_few", a, k, abi.FEW_ROWS),
+            ("d", d, n, abi.STORE_ROWS),
+            ("d_few", d, n, abi.FEW_ROWS),
+        ):
+            at = getattr(abi.ProducerParams, name).offset
+            self._make_map(ctypes.addressof(params) + at, base, rows, columns, box_rows)
         params.experts, params.n, params.k = experts, n, k
         params.bands = heap.plan.view.bands
         params.activation = abi.Activation[activation.upper()]
@@ -197,6 +198,8 @@ class LayerGemms:
         narrow = min(wide, 128) if config.tile_n == "auto" else wide
         self._downs = {n: self._gemm(hidden, out, tile_n=n) for n in {wide, narrow}}
         self.downs, self.wide_down = list(self._downs.values()), self._downs[wide]
+        for gemm in self.downs:
+            gemm.params.behind_front = int(shape.dispatch == "fused")
         self._made: dict[tuple[str, int], dict[int, GroupedGemm]] = {}
         self._fronts: dict[int, GroupedGemm] = {}  # of the experts at hand
         self._tilings: dict[int, Tiling] = {}  # by size bucket

@@ -373,6 +373,8 @@ class Group {
                                        kProducerFewRows));
     CHECK_CUDA(
         tilemoe_make_tensor_map(&g.d, rank.d, dtype, bounds.rows, shape_.n, kProducerStoreRows));
+    CHECK_CUDA(
+        tilemoe_make_tensor_map(&g.d_few, rank.d, dtype, bounds.rows, shape_.n, kProducerFewRows));
     g.b = put(maps);
     g.bands = p.view.bands;
     g.front_bands = p.front_bands;

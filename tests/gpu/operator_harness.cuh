@@ -459,6 +459,8 @@ class Group {
                                        shape_.k, kProducerFewRows));
     CHECK_CUDA(tilemoe_make_tensor_map(&c.producer.d, rank.d, shape_.kind.dtype, row_count,
                                        shape_.n, kProducerStoreRows));
+    CHECK_CUDA(tilemoe_make_tensor_map(&c.producer.d_few, rank.d, shape_.kind.dtype, row_count,
+                                       shape_.n, kProducerFewRows));
     c.producer.b = put(maps);
     c.producer.bands = p.view.bands;
     c.producer.ship = {

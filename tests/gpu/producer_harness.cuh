@@ -65,6 +65,8 @@ struct Problem {
         tilemoe_make_tensor_map(&params.a_few, a, kind.dtype, layout_rows, k, kProducerFewRows));
     CHECK_CUDA(
         tilemoe_make_tensor_map(&params.d, d, kind.dtype, layout_rows, n, kProducerStoreRows));
+    CHECK_CUDA(
+        tilemoe_make_tensor_map(&params.d_few, d, kind.dtype, layout_rows, n, kProducerFewRows));
     std::vector<TensorMap> maps(matrices);
     for (int i = 0; i < matrices; ++i) {
       CHECK_CUDA(tilemoe_make_tensor_map(&maps[i], b[i], kind.dtype, n, k,
