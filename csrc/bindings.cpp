@@ -99,20 +99,13 @@ class PyRank {
          std::int64_t dispatch_bytes, std::int64_t recv_bytes, std::int64_t max_tokens,
          double wait_timeout_s, double group_timeout_s, std::vector<std::int64_t> pids)
       : region_(region),
-        rank_({{world, max_experts, dispatch_bytes, recv_bytes},
-               rank,
-               data(region),
-               max_tokens,
-               nanoseconds(wait_timeout_s),
-               nanoseconds(group_timeout_s),
-               std::move(pids)}) {
-    const cpu::HeapShape shape{world, max_experts, dispatch_bytes, recv_bytes};
-    const auto needed = static_cast<std::int64_t>(cpu::heap_offsets(shape).block_bytes) * world;
-    demand(region.is_contiguous() && region.scalar_type() == at::kByte && region.numel() >= needed,
-           "region has " + std::to_string(region.numel()) + " bytes, wanted " +
-               std::to_string(needed));
-    demand(world >= 1 && rank >= 0 && rank < world,
-           "rank " + std::to_string(rank) + " is outside a world of " + std::to_string(world));
+        rank_(checked(region, {{world, max_experts, dispatch_bytes, recv_bytes},
+                               rank,
+                               data(region),
+                               max_tokens,
+                               nanoseconds(wait_timeout_s),
+                               nanoseconds(group_timeout_s),
+                               std::move(pids)})) {
     rank_.interrupted = [] {
       py::gil_scoped_acquire gil;
       return PyErr_CheckSignals() != 0;
@@ -241,6 +234,25 @@ class PyRank {
   }
 
  private:
+  // Before a rank is made of it.
+  static cpu::RankConfig checked(const at::Tensor& region, cpu::RankConfig config) {
+    const int world = config.heap.world;
+    demand(
+        world >= 1 && config.rank >= 0 && config.rank < world,
+        "rank " + std::to_string(config.rank) + " is outside a world of " + std::to_string(world));
+    demand(config.pids.empty() || config.pids.size() == static_cast<std::size_t>(world),
+           "got " + std::to_string(config.pids.size()) + " pids, wanted none or one a rank, " +
+               std::to_string(world));
+    const cpu::HeapShape& heap = config.heap;
+    demand(heap.max_experts >= 1 && heap.dispatch_bytes >= 0 && heap.recv_bytes >= 0,
+           "max_experts must be at least 1, dispatch_bytes and recv_bytes at least 0");
+    const auto needed = static_cast<std::int64_t>(cpu::heap_offsets(heap).block_bytes) * world;
+    demand(region.is_contiguous() && region.scalar_type() == at::kByte && region.numel() >= needed,
+           "region has " + std::to_string(region.numel()) + " bytes, wanted " +
+               std::to_string(needed));
+    return config;
+  }
+
   at::Tensor region_;  // keeps the mapping alive
   at::Tensor out_;
   cpu::Rank rank_;

@@ -112,8 +112,9 @@ struct LayerTimes {
 static_assert(sizeof(LayerTimes) == 64);
 
 // What a call leaves behind for the host, in slot `epoch % kCallRecords` of a page-locked ring.
-// Written by scale, `epoch` last and released to the system: a slot whose epoch is the wanted one
-// before and after reading holds that call, and nobody has to wait for the device.
+// Written behind the end of the call, `epoch` last and released to the system: a slot whose epoch
+// is the wanted one before and after reading holds that call, and nobody has to wait for the
+// device.
 constexpr int32_t kCallRecords = 256;
 struct CallRecord {
   IterationStats iteration;

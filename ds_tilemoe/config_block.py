@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +29,14 @@ CPU_TAKES: dict[str, tuple[str, ...]] = {
     "router": ("auto", "deepspeed"),
     "router_logits": ("auto", "deepspeed"),
     "transport": ("auto", "mapped"),
+}
+
+# A setting that leaves others without a use: field, value -> fields that then have their defaults.
+_NO_CONSUMER = ("num_consumer_ctas", "min_consumer_ctas")
+UNUSED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("mover", "none"): _NO_CONSUMER,
+    ("mover", "copy_engine"): _NO_CONSUMER,
+    ("dispatch", "nccl"): ("num_dispatch_ctas",),
 }
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -154,6 +162,14 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
         yield _fault("mover", "copy_engine", fix, '"auto", "sm" or "none" with transport "nvshmem"')
     if config.router_logits == "bf16x3" and config.router == "deepspeed":
         yield _fault("router_logits", "bf16x3", 'write "auto", or let router be "auto"')
+    for (name, value), others in UNUSED.items():
+        if getattr(config, name) != value:
+            continue
+        for other in others:
+            field, got = TileOverlapConfig.model_fields[other], getattr(config, other)
+            if got != field.default:
+                fix = f"leave it out, or choose another {name}"
+                yield _fault(other, got, fix, f"{show(field.default)} with {name} {show(value)}")
     chosen = config.num_consumer_ctas
     if chosen == "auto":
         return
@@ -167,6 +183,17 @@ def _faults_across(config: TileOverlapConfig) -> Iterator[str]:
             f"{BLOCK}.num_consumer_ctas: got {chosen}; wanted a number {bounds}; "
             "fix: change it or the bound"
         )
+
+
+def without_unused(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A block, or settings that are in force, without what its mover or dispatch has no use for."""
+    unused = {
+        other
+        for (name, value), others in UNUSED.items()
+        if block.get(name) == value
+        for other in others
+    }
+    return {name: value for name, value in block.items() if name not in unused}
 
 
 def check_cpu_config(config: TileOverlapConfig) -> None:
@@ -221,17 +248,13 @@ def _explain(error: ValidationError) -> dict[str, str]:
                 "fix: rename or remove it"
             )
         elif name not in lines:
-            lines[name] = _field_fault(name, entry["input"])
+            lines[name] = _fault(name, entry["input"])
     return lines
 
 
 def odd_key(where: str, key: object) -> str:
     """What to say of a key that is no text."""
     return f"{where}: got the key {show(key)}; wanted names of fields; fix: quote it"
-
-
-def _field_fault(name: str, value: object) -> str:
-    return _fault(name, value)
 
 
 def _fault(name: str, value: object, fix: str = "", wanted: str = "") -> str:

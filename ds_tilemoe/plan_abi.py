@@ -197,11 +197,6 @@ class PlanSizes:
         """Rows that the GEMM computes for nothing."""
         return self.rows - self.valid_rows
 
-    @property
-    def padding_share(self) -> float:
-        """``padding_rows`` over the rows that the GEMM computes; 0 for an empty plan."""
-        return self.padding_rows / self.rows if self.rows else 0.0
-
 
 @dataclass(frozen=True)
 class CombinePlan:
@@ -230,16 +225,6 @@ class CombinePlan:
     arrival_target: Int64Array
     dispatch_row: Int64Array
     recv_row: Int64Array
-
-    @property
-    def padding_rows(self) -> int:
-        """Rows that the GEMM computes minus valid rows."""
-        return self.sizes.padding_rows
-
-    @property
-    def padding_share(self) -> float:
-        """``padding_rows`` over the rows that the GEMM computes; 0 for an empty plan."""
-        return self.sizes.padding_share
 
 
 def as_counts(params: PlanParams, counts: npt.ArrayLike) -> Int64Array:

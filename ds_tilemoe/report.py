@@ -10,15 +10,17 @@ KEPT = "kept"
 NOT_SUPPORTED = "not supported"
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerReport:
-    """One MoE layer.
+    """One MoE layer: what ``apply()`` did with it.
+
+    Of a layer without an expert-parallel group that is not final: the ranks decide in the first
+    forward, or in a later ``apply()``, and from then on the same object says what they decided.
 
     Attributes:
         name: its name in the model.
-        status: "swapped"; "pending" (the ranks decide in the first forward, as the layer has no
-            expert-parallel group yet); "kept" (it stays on DeepSpeed's path) or "not supported" (a
-            kind of layer that no code here handles).
+        status: "swapped"; "pending" (the ranks have not decided yet); "kept" (it stays on
+            DeepSpeed's path) or "not supported" (a kind of layer that no code here handles).
         reason: why, for the last two; a remark otherwise, or "".
         shape: the layer's numbers in words, or "" where they are unknown.
     """
@@ -28,10 +30,17 @@ class LayerReport:
     reason: str = ""
     shape: str = ""
 
+    def become(self, status: str, reason: str = "", shape: str = "") -> None:
+        """It has been decided."""
+        self.status, self.reason, self.shape = status, reason, shape
+
 
 @dataclass(frozen=True)
 class SwapReport:
-    """All MoE layers of a model, in model order. ``str()`` gives a table."""
+    """All MoE layers of a model, in model order. ``str()`` gives a table.
+
+    Layers that were pending when it was made are reported as they are now.
+    """
 
     layers: tuple[LayerReport, ...]
 

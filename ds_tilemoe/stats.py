@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_tilemoe.config_block import without_unused
 from ds_tilemoe.cost_model import Choice
 
 BLOCK = "tile_overlap"
@@ -362,7 +363,8 @@ def export_config(path: str | Path | None = None) -> dict[str, Any]:
             "export_config: no layer has been swapped and called yet; fix: run a forward first"
         )
     settings, choice = chosen[-1].settings, chosen[-1].choice
-    block = {BLOCK: dict(settings) if choice is None else settings | choice.settings()}
+    split = {} if choice is None else choice.settings()
+    block = {BLOCK: without_unused(settings | split)}
     if path is not None:
         Path(path).write_text(json.dumps(block, indent=2) + "\n")
     return block

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from deepspeed.inference.engine import InferenceEngine
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ds_tilemoe.backends.base import LayerShape
 from ds_tilemoe.config import TileOverlapConfig, load_config
-from ds_tilemoe.errors import ConfigError, TileMoEError, UnsupportedLayerError
+from ds_tilemoe.errors import ConfigError, DeadlineError, TileMoEError, UnsupportedLayerError
 from ds_tilemoe.layers.agreement import DISABLED, EXCLUDED, Decision, Offer
+from ds_tilemoe.layers.device_op import device_to_be, prepare_backend
 from ds_tilemoe.layers.layer_state import LayerState, dtype_name, first_weight
 from ds_tilemoe.layers.native import TileMOELayer, attach, release
 from ds_tilemoe.layers.runtime import Runtime, Session, say
+from ds_tilemoe.layers.survey import (
+    demand_divisible,
+    model_of,
+    moe_layers,
+    native_layers,
+    refused_engine,
+    session_of,
+    sessions_of,
+    state_for,
+)
 from ds_tilemoe.report import KEPT, NOT_SUPPORTED, PENDING, SWAPPED, LayerReport, SwapReport
 
-# Engines that move or regroup parameters behind a layer's back.
-REFUSED_ENGINES = ("PipelineEngine", "DeepSpeedHybridEngine")
+PUT_BACK = "DeepSpeed's own layer was put back"
+NOT_THERE_YET = "its parameters are on the meta device until now"
+
+Member = tuple[MOELayer, LayerState, Offer]  # of a group: a layer and this rank's word on it
+
+logger = logging.getLogger("ds_tilemoe")
 
 
 def apply(
@@ -35,9 +48,10 @@ def apply(
     """Swap the MoE layers of a model in place. Every rank of the model calls it, in the same order.
 
     After ``deepspeed.initialize`` the ranks of each expert-parallel group decide together, here.
-    Before it, layers are reported as pending and the first forward decides. Calling it again with
-    the same settings changes nothing, reports how things stand, and makes a new heap at the next
-    forward if the old one has failed or was too small; with other settings it swaps anew.
+    Before it, layers are reported as pending and the first forward decides; what they need is
+    compiled here, and ``enabled`` and ``layers`` have to be the same on all ranks. Calling it again
+    with the same settings changes nothing, reports how things stand, and makes a new heap at the
+    next forward if the old one has failed or was too small; with other settings it swaps anew.
 
     Args:
         engine_or_model: a DeepSpeed engine or any module.
@@ -45,7 +59,8 @@ def apply(
             engine's ds_config, or takes the defaults for a module.
 
     Returns:
-        What became of every MoE layer.
+        What became of every MoE layer. Of a pending one it says so until the ranks have decided,
+        and then what they decided.
 
     Raises:
         ConfigError: the settings are wrong. Peers whose settings are right keep DeepSpeed's path.
@@ -53,7 +68,7 @@ def apply(
             ep_size that the world cannot be divided by. No layer of the model stays swapped.
         TileMoEError: the ranks disagree; see ``layers.agreement.agree``.
     """
-    model = _model_of(engine_or_model)
+    model = model_of(engine_or_model)
     if config is None and model is not engine_or_model:
         config = engine_or_model  # its ds_config holds the block
     try:
@@ -65,7 +80,7 @@ def apply(
                 raise
             cause = f"{type(error).__name__}: {error}"
             raise ConfigError(f"the settings cannot be read: {cause}") from error
-        unwanted = _refused_engine(engine_or_model) if settings.enabled else DISABLED
+        unwanted = refused_engine(engine_or_model) if settings.enabled else DISABLED
         report = SwapReport(tuple(_swap(model, settings, unwanted).values()))
         if settings.enabled:
             _judge(model, report, settings)
@@ -80,9 +95,9 @@ def restore(engine_or_model: Any) -> int:
 
     No communication, but every rank has to do it before the next forward.
     """
-    swapped = [m for m in _model_of(engine_or_model).modules() if isinstance(m, TileMOELayer)]
+    swapped = [m for m in model_of(engine_or_model).modules() if isinstance(m, TileMOELayer)]
     for layer in swapped:
-        release(layer)
+        _put_back(layer, PUT_BACK)
     return len(swapped)
 
 
@@ -100,7 +115,7 @@ def check(engine_or_model: Any) -> None:
         RankFailure, CapacityError: a call failed on another rank (CUDA), once.
         DeadlineError: the heap has failed; with the first cause.
     """
-    for session in _sessions(engine_or_model):
+    for session in sessions_of(engine_or_model):
         for runtime in session.runtimes():
             runtime.check()
 
@@ -113,7 +128,7 @@ def measure_combine_alone(engine_or_model: Any) -> Iterator[None]:
     hides it, and with it the overlap ratio. Results are the same; only the time is not. Local, but
     to mean something it has to be done on all ranks.
     """
-    sessions = _sessions(engine_or_model)
+    sessions = sessions_of(engine_or_model)
     try:
         for session in sessions:
             session.measuring = True
@@ -131,52 +146,100 @@ def _swap(
     A rank with a reason against all layers (``unwanted``) brings it to the meeting of each group
     like any other: a rank that did not come would leave its peers waiting.
     """
-    session = _session_of(model, settings)
+    session = session_of(model, settings)
+    session.obstacles.clear()
     for known in session.runtimes():
         known.reset()
     # Native layers get their own report below; a dict keeps the place of its first entry.
-    reports = {
-        name: LayerReport(name, NOT_SUPPORTED, _why_not(module))
-        for name, module in model.named_modules()
-        if isinstance(module, MOELayer | AutoEPMoELayer) or _is_foreign_moe(module)
-    }
-    together: dict[Runtime, list[tuple[MOELayer, LayerState, Offer]]] = {}
-    for name, layer, parent in list(_native_layers(model)):
-        state = _state_for(name, layer, session, parent)
+    reports = {name: LayerReport(name, NOT_SUPPORTED, reason) for name, reason in moe_layers(model)}
+    together: dict[Runtime, list[Member]] = {}
+    devices: dict[str, list[LayerReport]] = {}  # that pending layers will run on
+    for name, layer, parent in list(native_layers(model)):
+        state, weight = state_for(name, layer, session, parent), first_weight(layer)
         reason = unwanted or (None if re.search(settings.layers, name) else EXCLUDED)
         if reason is None:
-            _demand_divisible(name, layer)
+            demand_divisible(name, layer)
             attach(layer, state)
-            weight = first_weight(layer)
             offer = state.offer(layer, None if weight is None else weight.dtype)
         else:
-            release(layer)
+            _put_back(layer, reason)
             offer = Offer(name, reason)
         reports[name] = _report(layer, state, offer.outcome, PENDING)
         runtime = state.runtime(layer)
         if runtime is not None:
             together.setdefault(runtime, []).append((layer, state, offer))
         elif reason is None:
+            device = None if isinstance(offer.outcome, str) else offer.outcome.device
+            if weight is not None and weight.is_meta:
+                reports[name], device = LayerReport(name, PENDING, NOT_THERE_YET), "cpu"
+            state.listeners.append(functools.partial(_decided, reports[name], layer))
             state.forget()  # deepspeed.initialize may cast and part what was examined
+            if device is not None:
+                device = device_to_be(device, settings)
+                devices.setdefault(device, []).append(reports[name])
+    left = [f"{e.name}: {e.reason}" for e in reports.values() if e.status == NOT_SUPPORTED]
+    for device, entries in devices.items():
+        _build_for(device, session, entries)
+    _agree(together, left, reports, settings.strict)
+    return reports
+
+
+def _agree(
+    together: Mapping[Runtime, Sequence[Member]],
+    left: Sequence[str],
+    reports: dict[str, LayerReport],
+    strict: bool,
+) -> None:
+    """Let the ranks of each group agree on its layers, and do and report what they agree on.
+
+    Args:
+        together: the layers of each group.
+        left: layers that no code here handles, and why.
+        reports: name -> report; gets those of ``together``.
+        strict: this rank's setting.
+
+    Raises:
+        TileMoEError: a group could not agree. Groups that this rank is in have heard of it.
+    """
     failure: TileMoEError | None = None
+    lost: set[Runtime] = set()  # nobody comes there
+    settled: list[tuple[MOELayer, LayerState, LayerShape]] = []
     for runtime, members in together.items():
         offers = [offer for _, _, offer in members]
         if failure:  # in another group; this one has to hear of it
             offers = [Offer(o.layer, f"apply() has failed there: {failure}") for o in offers]
         try:
-            decisions = runtime.preflight(offers)
+            decisions = runtime.preflight(offers, left=left)
         except TileMoEError as error:
             failure = failure or error
+            if isinstance(error, DeadlineError):
+                lost.add(runtime)
             continue
         for (layer, state, _), decision in zip(members, decisions, strict=True):
             reports[state.name] = _report(layer, state, decision, SWAPPED)
             if isinstance(decision, str):
-                release(layer)
+                _put_back(layer, decision)
             else:
                 state.settle(decision, runtime)
+                settled.append((layer, state, decision))
+    # A rank that fails in a later group puts all of its layers back, also those agreed on before.
+    for runtime, members in together.items() if len(together) > 1 else ():
+        if runtime in lost:
+            continue
+        names = ", ".join(state.name for _, state, _ in members)
+        heard = runtime.hear(str(failure or ""), names)
+        if heard and failure is None:
+            reason = f"apply() has failed on another rank: {heard}"
+            for layer, state, _ in members:
+                reports[state.name] = LayerReport(state.name, KEPT, reason)
+                _put_back(layer, reason)
+            if strict:
+                failure = UnsupportedLayerError(f"{names}: {reason}")
     if failure:
         raise failure
-    return reports
+    for layer, state, decision in settled:
+        if isinstance(layer, TileMOELayer):
+            state.tell(decision)
 
 
 def _report(layer: MOELayer, state: LayerState, decision: Decision, status: str) -> LayerReport:
@@ -187,6 +250,41 @@ def _report(layer: MOELayer, state: LayerState, decision: Decision, status: str)
         f" F={decision.ffn} {dtype_name(decision.dtype)} {state.recipe}"
     )
     return LayerReport(state.name, status, state.remark(), shape)
+
+
+def _decided(entry: LayerReport, layer: MOELayer, decision: Decision) -> None:
+    """Into a report that says "pending"; see ``LayerState.listeners``."""
+    if isinstance(decision, str):
+        entry.become(KEPT, decision)
+    else:  # by the layer's state now: a later apply() may have brought a new one
+        found = _report(layer, layer._tile, decision, SWAPPED)
+        entry.become(found.status, found.reason, found.shape)
+
+
+def _put_back(layer: MOELayer, reason: str) -> None:
+    state = getattr(layer, "_tile", None)
+    release(layer)
+    if state is not None:
+        state.tell(reason)
+
+
+def _build_for(device: str, session: Session, entries: Sequence[LayerReport]) -> None:
+    """Builds what pending layers will run with. In their first forward, where all ranks hear if it
+    could not be built here, peers would wait for the compiler with a deadline.
+
+    Args:
+        device: "cpu" or "cuda".
+        session: of the layers.
+        entries: of these layers; get a remark where it cannot be built.
+    """
+    try:
+        prepare_backend(device, session.config, alone=False)
+    except Exception as error:
+        session.obstacles[device] = error
+        remark = f"the {device.upper()} backend could not be built: {error}"
+        logger.warning("layers that are pending may keep DeepSpeed's path: %s", remark)
+        for entry in entries:
+            entry.reason = remark
 
 
 def _judge(model: nn.Module, report: SwapReport, settings: TileOverlapConfig) -> None:
@@ -209,83 +307,4 @@ def _judge(model: nn.Module, report: SwapReport, settings: TileOverlapConfig) ->
     text = f"{head}: " + "; ".join(left)
     if settings.strict:
         raise UnsupportedLayerError(f"{text}; fix: change the model, or set strict to false")
-    say(text, *([layer.ep_group for _, layer, _ in _native_layers(model)] or [None]))
-
-
-def _model_of(engine_or_model: Any) -> nn.Module:
-    if isinstance(engine_or_model, DeepSpeedEngine | InferenceEngine):
-        return engine_or_model.module
-    if isinstance(engine_or_model, nn.Module):
-        return engine_or_model
-    raise TypeError(
-        f"got a {type(engine_or_model).__name__}; wanted a DeepSpeed engine or a torch module"
-    )
-
-
-def _refused_engine(engine: Any) -> str | None:
-    for base in type(engine).__mro__:
-        if base.__name__ in REFUSED_ENGINES:
-            return f"a {base.__name__} moves parameters; not supported"
-    return None
-
-
-def _native_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer, MoE | None]]:
-    """Name, layer and MoE module around it, of each layer that may be swapped or is."""
-    parents = {id(m.deepspeed_moe): m for m in model.modules() if isinstance(m, MoE)}
-    for name, module in model.named_modules():
-        if type(module) in (MOELayer, TileMOELayer):
-            yield name, module, parents.get(id(module))
-
-
-def _state_for(name: str, layer: MOELayer, session: Session, parent: MoE | None) -> LayerState:
-    state = getattr(layer, "_tile", None)
-    if state is not None and state.session is session:
-        state.forget()
-        state.name = state.stats.name = name  # another root may call it otherwise
-        return state
-    tensor_parallel = parent is not None and parent.enable_expert_tensor_parallelism
-    return LayerState(name, session, tensor_parallel)
-
-
-def _session_of(model: nn.Module, settings: TileOverlapConfig) -> Session:
-    for module in model.modules():
-        state = getattr(module, "_tile", None) if isinstance(module, TileMOELayer) else None
-        if state is not None and state.session.config == settings:
-            return state.session
-    return Session(settings)
-
-
-def _sessions(engine_or_model: Any) -> list[Session]:
-    layers = [m for m in _model_of(engine_or_model).modules() if isinstance(m, TileMOELayer)]
-    return list({layer._tile.session: None for layer in layers if layer._tile is not None})
-
-
-def _demand_divisible(name: str, layer: MOELayer) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if layer.ep_size > 1 and dist.is_initialized() and world % layer.ep_size:
-        raise UnsupportedLayerError(
-            f"{name}: ep_size is {layer.ep_size}, the world has {world} ranks; wanted an ep_size"
-            " that divides it; fix: change ep_size of the MoE module or the number of ranks"
-        )
-
-
-def _is_foreign_moe(module: nn.Module) -> bool:
-    """A Hugging Face style block: experts beside a gate or a router."""
-    children = module._modules
-    return (
-        "experts" in children
-        and ("gate" in children or "router" in children)
-        and not isinstance(module, MoE)
-    )
-
-
-def _why_not(module: nn.Module) -> str:
-    name = type(module).__name__
-    if isinstance(module, AutoEPMoELayer):
-        return f"{name} (DeepSpeed AutoEP) is not supported yet"
-    if isinstance(module, MOELayer):
-        return f"{name} is a subclass of MOELayer that is not known"
-    return (
-        f"{type(module).__module__}.{name} is a MoE block that is not known; DeepSpeed's AutoEP has"
-        " not replaced it"
-    )
+    say(text, *([layer.ep_group for _, layer, _ in native_layers(model)] or [None]))

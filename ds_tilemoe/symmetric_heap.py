@@ -14,14 +14,17 @@ import mmap
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_tilemoe.errors import CapacityError, TileMoEError
+
+Made = TypeVar("Made")
 
 SHM_DIR = "/dev/shm"
 _DEFAULT_GROUP_TIMEOUT_S = 1800.0  # torch's own default for gloo
@@ -70,6 +73,37 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def in_step(work: Callable[[], Made], group: dist.ProcessGroup | None, what: str) -> Made:
+    """What ``work()`` gives, as soon as it is done on all ranks. A collective of the group.
+
+    A rank that raised alone between two meetings would leave its peers waiting in the second.
+
+    Args:
+        work: local, or a collective that ends alike on all ranks.
+        what: is made by it, in the plural, for messages.
+
+    Raises:
+        TileMoEError: what it raised on the first rank where it did; on every rank. CapacityError if
+            memory ran out: of a GPU, or page-locked, which torch gives no type of its own.
+    """
+    problem: tuple[type[TileMoEError], str] | None = None
+    try:
+        result = work()
+    except TileMoEError as error:
+        problem = type(error), str(error)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        problem = TileMoEError, f"{what} cannot be made: {text}"
+        if isinstance(error, MemoryError) or "out of memory" in text.lower():
+            fix = "set a smaller max_tokens_per_rank"
+            problem = CapacityError, f"{what} do not fit ({text}); {fix}"
+    for rank, theirs in enumerate(gather(problem, group)):
+        if theirs is not None:
+            kind, text = theirs
+            raise kind(f"rank {rank}: {text}")
+    return result
 
 
 def group_timeout_s(group: dist.ProcessGroup | None, device_type: str) -> float:

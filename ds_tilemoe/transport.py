@@ -14,13 +14,13 @@ import bisect
 import ctypes
 import os
 import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_tilemoe import transport_room
 from ds_tilemoe.errors import BuildError, CapacityError, TileMoEError
+from ds_tilemoe.symmetric_heap import gather, in_step
 
 # Set before NVSHMEM starts, unless the user has set them.
 ENVIRONMENT = {
@@ -35,6 +35,8 @@ _ADVICE = (
     "; wanted nvshmem4py, and one NVSHMEM in the process; fix: pip install"
     ' "ds_tilemoe[cuda]", and start no other NVSHMEM before'
 )
+
+_BLOCKS = "blocks of NVSHMEM"
 
 _running: Transport | None = None
 
@@ -82,8 +84,8 @@ class Transport:
         # Beforehand, because NVSHMEM does not survive an allocation that fails where it grows.
         room, settings = self._room, self._settings
         wanted, available = (0, nbytes) if room is None else (room.growth(nbytes), room.available)
-        free = self._free(wanted)
-        asked = _gather((nbytes, available, free, wanted))
+        free = in_step(lambda: self._free(wanted), dist.group.WORLD, _BLOCKS)
+        asked = gather((nbytes, available, free, wanted), dist.group.WORLD)
         sizes = [size for size, *_ in asked]
         if min(sizes) != max(sizes) or nbytes < 1:
             raise TileMoEError(
@@ -103,18 +105,23 @@ class Transport:
                     f"symmetric memory: needed {nbytes} bytes, {wanted} with NVSHMEM's rounding,"
                     f" available {free} on rank {rank}; set a smaller max_tokens_per_rank"
                 )
-        import nvshmem.bindings
-
-        address = nvshmem.bindings.malloc(nbytes)
-        if not all(_gather(bool(address))):
-            raise CapacityError(
-                f"symmetric memory: NVSHMEM has no room for {nbytes} bytes; raise"
-                f" {transport_room.FIXED_SIZE}, here {settings.fixed_size}, as its heap does not"
-                f" grow ({settings.fixed_by}), or set a smaller max_tokens_per_rank"
-            )
+        block = in_step(lambda: self._malloc(nbytes), dist.group.WORLD, _BLOCKS)
+        address = block.data_ptr()
         if room is not None:
             room.take(address, nbytes)
         self._blocks.add(address)
+        return block
+
+    def _malloc(self, nbytes: int) -> torch.Tensor:
+        import nvshmem.bindings
+
+        address = nvshmem.bindings.malloc(nbytes)
+        if not address:
+            raise CapacityError(
+                f"symmetric memory: NVSHMEM has no room for {nbytes} bytes; raise"
+                f" {transport_room.FIXED_SIZE}, here {self._settings.fixed_size}, as its heap does"
+                f" not grow ({self._settings.fixed_by}), or set a smaller max_tokens_per_rank"
+            )
         return _as_tensor(address, nbytes, self._device)
 
     def free(self, memory: torch.Tensor) -> None:
@@ -178,6 +185,7 @@ def start(library: ctypes.CDLL) -> Transport:
     Raises:
         BuildError: nvshmem4py is missing, another NVSHMEM is in the way, or a setting of NVSHMEM is
             one that it or we refuse; on every rank.
+        TileMoEError: its memory cannot be measured; on every rank.
     """
     global _running
     if _running is None:
@@ -200,6 +208,7 @@ def _start(library: ctypes.CDLL) -> Transport:
             found.virtual_memory_management_supported
             and found.gpu_direct_rdma_with_cuda_vmm_supported
         )
+        nvshmem_device.set_current()
     except Exception as error:  # whatever it is, the peers must hear of it or they wait for ever
         problem = f"nvshmem4py or CUDA does not start ({type(error).__name__}: {error})"
     else:
@@ -207,7 +216,7 @@ def _start(library: ctypes.CDLL) -> Transport:
             heap_settings = transport_room.read_settings(os.environ, has_vmm)
         except ValueError as error:
             refusal = str(error)
-    seen = _gather((problem, refusal, socket.gethostname()))
+    seen = gather((problem, refusal, socket.gethostname()), dist.group.WORLD)
     _raise_first([text for text, *_ in seen])
     _raise_first([text for _, text, _ in seen], advice="")
     settings = dict(ENVIRONMENT)
@@ -226,7 +235,6 @@ def _start(library: ctypes.CDLL) -> Transport:
     problem, uid = offer[0]
     _raise_first([problem])
 
-    nvshmem_device.set_current()
     try:
         nvshmem.core.init(
             device=nvshmem_device, uid=uid, rank=rank, nranks=world, initializer_method="uid"
@@ -234,8 +242,10 @@ def _start(library: ctypes.CDLL) -> Transport:
         problem = _attach(library, rank, world)
     except Exception as error:
         problem = f"NVSHMEM does not start ({type(error).__name__}: {error})"
-    _raise_first(_gather(problem))
-    return Transport(library, device, rank, world, heap_settings)
+    _raise_first(gather(problem, dist.group.WORLD))
+    return in_step(
+        lambda: Transport(library, device, rank, world, heap_settings), dist.group.WORLD, _BLOCKS
+    )
 
 
 def _attach(library: ctypes.CDLL, rank: int, world: int) -> str:
@@ -252,13 +262,6 @@ def _attach(library: ctypes.CDLL, rank: int, world: int) -> str:
     if (pe.value, pes.value) != (rank, world):
         return f"NVSHMEM, started by others, calls this process PE {pe.value} of {pes.value}"
     return ""
-
-
-def _gather(value: Any) -> list[Any]:
-    """``value`` of every rank of the world."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _raise_first(problems: list[str], advice: str = _ADVICE) -> None:

@@ -8,6 +8,8 @@
 A run first proves what it times and refuses to time what is wrong. Times are medians in
 microseconds with their 10th and 90th percentile; of ranks that work at once the slowest counts.
 `bench.py NAME --help` lists the flags of one bench.
+
+Exit codes: 0; 1 if a check or the run fails; 2 for an input that is wrong.
 """
 
 from __future__ import annotations
@@ -16,13 +18,25 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 from benches import records
 from benches.records import BenchError
-from demo.process import choose_accelerator, end, end_with_launcher, leave, prepare_environment
-from ds_tilemoe.errors import TileMoEError
+from demo.options import InputError, Parser, wrong
+from demo.outputs import make_folders, need_writable
+from demo.process import (
+    BAD_INPUT,
+    FAILED,
+    choose_accelerator,
+    complain,
+    end,
+    end_with_launcher,
+    leave,
+    prepare_environment,
+)
+from ds_tilemoe.errors import ConfigError, TileMoEError
 
 BENCHES = {
     "planner": "combine plans of all ranks, by the Python and by the native planner",
@@ -31,8 +45,15 @@ BENCHES = {
     "contention": "latency against split, and the controller's choice",
 }
 ALONE = ("planner",)  # benches of one process; so is all that is simulated
-WRITTEN = ("out", "png", "export", "timeline")  # flags that name a file to write
-FAILED = 1
+# Flags that name a file to write -> its endings; "" is none.
+WRITTEN = {
+    "out": (".jsonl", ""),
+    "export": (".json", ""),
+    "png": (".png",),
+    "timeline": (".png", ".svg", ".pdf"),
+}
+# torch's words for it, on a CPU and on a GPU.
+NO_ROOM = re.compile("can't allocate memory|out of memory", re.IGNORECASE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,44 +63,58 @@ def main(argv: list[str] | None = None) -> int:
         argv: the command line without the program's name; None = that of the process.
 
     Returns:
-        The exit code: 0, or 1 if something was not recorded.
+        The exit code: 0, 1 if something was not recorded, 2 if the command line is wrong.
     """
     args = _arguments(sys.argv[1:] if argv is None else argv)
     ranks, rank = (int(os.environ.get(name, x)) for name, x in (("WORLD_SIZE", 1), ("RANK", 0)))
     try:
-        simulated = getattr(args, "simulate", False)
-        if (args.bench in ALONE or simulated) and ranks > 1:
-            command = f"python launch/bench.py {args.bench}{' --simulate' if simulated else ''}"
-            raise BenchError(f"got {ranks} ranks, wanted one process: {command}")
-        out = args.out = args.out or records.ROOT / "docs" / "results" / f"{args.bench}.jsonl"
-        for flag in WRITTEN:
-            if (path := getattr(args, flag, None)) is not None:
-                records.need_writable(f"--{flag}", path)
-        header = records.header(args.bench, args.commit)
-        written = 0
-        for found in args.run(args):
-            if rank == 0:
-                record = header | found
-                records.append(out, record)
-                if args.bench in ALONE:
-                    print(json.dumps(record, indent=1))
-            written += 1
+        written = _run(args, ranks, rank)
+    except (InputError, ConfigError) as error:
+        text, code = str(error), BAD_INPUT
     except (BenchError, TileMoEError, ValueError, OSError) as error:
-        text = f"{args.bench}: {error}"
-        if ranks > 1:
-            leave(text, FAILED)
-        print(f"bench.py {text}", file=sys.stderr)
-        return FAILED
+        text, code = str(error), FAILED
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not NO_ROOM.search(str(error)):
+            raise
+        wanted = "a case that fits into this machine's memory"
+        text, code = str(wrong(args.bench, error, wanted, "make it smaller")), BAD_INPUT
+    else:
+        if rank == 0:
+            print(f"{written} record(s) appended to {args.out}")
+        return 0
+    if ranks > 1:
+        leave(text, code)
+    complain(text)
+    return code
+
+
+def _run(args: argparse.Namespace, ranks: int, rank: int) -> int:
+    """Checks what can be before the ranks meet, then runs; returns the number of records."""
+    simulated = getattr(args, "simulate", False)
+    if (args.bench in ALONE or simulated) and ranks > 1:
+        command = f"python launch/bench.py {args.bench}{' --simulate' if simulated else ''}"
+        raise wrong("ranks", ranks, "one process", command)
+    args.out = args.out or records.ROOT / "docs" / "results" / f"{args.bench}.jsonl"
+    named = {flag: getattr(args, flag, None) for flag in WRITTEN}
+    files = {f"--{flag}": (path, WRITTEN[flag]) for flag, path in named.items() if path is not None}
+    need_writable(files)
+    args.check(args)
+    header = records.header(args.bench, args.commit)
+    written = 0
     if rank == 0:
-        print(f"{written} record(s) appended to {out}")
-    return 0
+        make_folders(files)
+    for found in args.run(args):
+        if rank == 0:
+            record = header | found
+            records.append(args.out, record)
+            if args.bench in ALONE:
+                print(json.dumps(record, indent=1))
+        written += 1
+    return written
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = records.Parser(
-        prog="bench.py",
-        description=__doc__,
-    )
+    parser = Parser(prog="bench.py", description=__doc__)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     benches = parser.add_subparsers(dest="bench", required=True, metavar="|".join(_built()))
     named = next((word for word in argv if word in _built()), None)
@@ -93,7 +128,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             choose_accelerator("auto")
         module = importlib.import_module(f"benches.{name}")
         bench.description = module.__doc__
-        bench.set_defaults(run=module.run)
+        # What is wrong whatever the machine; most of what depends on it says run, at its start.
+        check = getattr(module, "check", lambda args: None)
+        bench.set_defaults(run=module.run, check=check)
         records.add_output_arguments(bench)
         module.add_arguments(bench)
     return parser.parse_args(argv)

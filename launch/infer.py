@@ -31,17 +31,18 @@ import contextlib
 import io
 import json
 import math
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demo.model_config import ModelConfig, ModelConfigError
+from demo.options import InputError, Parser, at_least, wrong
+from demo.outputs import make_folders
 from demo.process import (
     FAILED,
-    Parser,
     choose_accelerator,
+    complain,
     end,
     end_with_launcher,
     join_world,
@@ -50,7 +51,7 @@ from demo.process import (
     quieten,
     rank,
 )
-from demo.settings import DEMO, DTYPES, Settings, read_settings
+from demo.settings import DEMO, DTYPES, Settings, checked, written
 from ds_tilemoe.config import BLOCK
 from ds_tilemoe.errors import ConfigError, TileMoEError
 
@@ -63,20 +64,20 @@ RANDOM_SEED = 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--deepspeed_config", metavar="FILE", help="a DeepSpeed JSON or HJSON file")
     parser.add_argument(
         "--text",
         default=str(DEMO / "text.txt"),
         metavar="FILE",
-        help="a file to read, or - for standard input (default: the demo text)",
+        help="a file to read, or - for standard input",
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=int,
+        type=at_least(0),
         default=128,
         metavar="N",
-        help="bytes to continue with (default 128)",
+        help="bytes to continue with",
     )
     parser.add_argument(
         "--model-config",
@@ -86,26 +87,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
-        help="of the weights (default: what the ds_config says, else bf16 on GPUs, fp32 on CPUs)",
+        help="of the weights; else what the ds_config says, else bf16 on GPUs, fp32 on CPUs",
     )
     parser.add_argument(
         "--compare", action="store_true", help="also run DeepSpeed's own layers; see above"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the layers")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a Chrome trace of the layers"
+    )
     # The two below are what launchers and deepspeed.add_config_arguments() bring.
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.max_new_tokens < 0:
-        parser.error(f"--max-new-tokens is {args.max_new_tokens}; it must be 0 or more")
-    if args.trace:
-        trace = Path(args.trace).absolute()
-        if not trace.parent.is_dir():
-            parser.error(f"--trace {args.trace}: there is no such folder")
-        if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
-            parser.error(f"--trace: got {args.trace!r}, wanted a file that can be written")
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -113,8 +107,8 @@ def main() -> int:
     end_with_launcher()
     prepare_environment()
     try:
-        settings = read_settings(args.model_config, args.deepspeed_config, args.dtype)
-    except (ConfigError, ModelConfigError) as error:
+        settings = checked(args)
+    except (ConfigError, InputError, ModelConfigError) as error:
         leave(str(error))
     choose_accelerator(settings.block.backend)
     # DeepSpeed and its dependencies print and log on stdout, which is for results.
@@ -124,8 +118,10 @@ def main() -> int:
         quieten()
         join_world()
         try:
+            if rank() == 0:
+                make_folders(written(args))
             return run(args, settings)
-        except ConfigError as error:
+        except (ConfigError, InputError) as error:
             leave(str(error))
         except TileMoEError as error:
             leave(f"{type(error).__name__}: {error}", FAILED)
@@ -135,23 +131,22 @@ def read_text(source: str, ranks: int, limit: int) -> bytes:
     """The bytes to work on.
 
     Raises:
-        ValueError: the text cannot be read, is too short to share, or a piece exceeds ``limit``.
+        InputError: the text cannot be read, is too short to share, or a piece exceeds ``limit``.
     """
     try:
         text = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read --text {source}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        got = f"{source!r} ({getattr(error, 'strerror', None) or error})"
+        raise wrong("--text", got, "a file that can be read, or -", "name one") from error
     if len(text) < 2 * ranks:
-        raise ValueError(
-            f"--text {source} has {len(text)} bytes; {ranks} rank(s) need at least {2 * ranks}, two"
-            " for each: give a longer text or start fewer ranks"
-        )
+        wanted = f"at least {2 * ranks}, two for each of {ranks} rank(s)"
+        fix = "give a longer text or start fewer ranks"
+        raise wrong("--text", f"{len(text)} bytes of {source!r}", wanted, fix)
     if len(text) // ranks > limit:
-        raise ValueError(
-            f"--text {source} gives each of {ranks} rank(s) {len(text) // ranks} bytes; with"
-            f" --max-new-tokens the model has room for {max(limit, 0)}: shorten one of them, start"
-            " more ranks, or raise max_positions with --model-config"
-        )
+        got = f"{len(text) // ranks} bytes for each of {ranks} rank(s)"
+        wanted = f"at most {max(limit, 0)}, for which the model has room with --max-new-tokens"
+        fix = "shorten one of them, start more ranks, or raise max_positions with --model-config"
+        raise wrong("--text", got, wanted, fix)
     return text
 
 
@@ -164,7 +159,7 @@ def shared_text(args: argparse.Namespace, sizes: ModelConfig) -> bytes:
         limit = sizes.max_positions - max(0, args.max_new_tokens - 1)
         try:
             parcel = [read_text(args.text, dist.get_world_size(), limit)]
-        except ValueError as error:
+        except InputError as error:
             parcel = [str(error)]
     dist.broadcast_object_list(parcel, src=0)
     if isinstance(parcel[0], str):
@@ -182,17 +177,19 @@ def build_engine(settings: Settings, dtype: str, trained: bool) -> DeepSpeedEngi
     from demo.model import ByteMoE
 
     ep_size = math.gcd(dist.get_world_size(), settings.sizes.num_experts)
-    model = ByteMoE(settings.sizes, ep_size).to(getattr(torch, DTYPES[dtype]))
+    try:
+        model = ByteMoE(settings.sizes, ep_size).to(getattr(torch, DTYPES[dtype]))
+    except (RuntimeError, MemoryError) as error:  # torch's words for memory that it does not get
+        got, wanted = f"sizes for which there is no room ({error})", "a model that fits"
+        raise wrong("--model-config", str(got).replace("\n", " "), wanted, "lower them") from error
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it tells of every group it makes
             engine, *_ = deepspeed.initialize(model=model, config=settings.ds_config)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        leave(f"deepspeed.initialize refuses the configuration: {error}")
+        got = f"what deepspeed.initialize refuses ({error})"
+        raise wrong("--deepspeed_config", got, "what it takes", "change that key") from error
     if trained:
-        try:
-            checkpoint.load(model, DEMO / "model.safetensors")
-        except ValueError as error:
-            leave(str(error))
+        checkpoint.load(model, DEMO / "model.safetensors")
     else:
         checkpoint.randomise(model, RANDOM_SEED)
     engine.eval()
@@ -221,7 +218,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             f"{weights} weights in {dtype}; {share} bytes for each of {ranks} rank(s), {left_out}"
             " left out"
         )
-    if args.trace:
+    if args.trace is not None:
         block = block.model_copy(update={"stats": True})
 
     def go(label: str, piece: bytes, max_new_tokens: int, given: bytes | None = None) -> Reading:
@@ -265,7 +262,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         compared["fault"] = (
             "no layer was swapped, so there was nothing to compare; the table says why"
         )
-    fault = compared["fault"]
+    fault, unwritten = compared["fault"], False
     if rank() == 0:
         if report.swapped:
             in_force = ds_tilemoe.stats.export_config()
@@ -279,15 +276,20 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             "swap": [asdict(layer) for layer in report.layers],
             "config": in_force | {"model": asdict(sizes)},
         }
-        if args.trace:
-            results.write_trace(args.trace, [r["trace"] for r in everyone])
+        # A continuation is any bytes, and a terminal may not have their letters.
+        sys.__stdout__.reconfigure(errors="replace")
         print(json.dumps(record) if args.json else results.show(record), file=sys.__stdout__)
         if fault:
-            print(f"infer.py: error: --compare: {fault}")
+            complain(f"--compare: {fault}")
+        if args.trace is not None:
+            unwritten = results.save_trace(
+                args.trace, [r["trace"] for r in everyone], report.swapped
+            )
         sys.__stdout__.flush()
-    dist.barrier()  # a rank that ends early with a failure would end rank 0 before it has spoken
+    # Also: a rank that ends early with a failure would end rank 0 before it has spoken.
+    dist.broadcast_object_list(shared := [unwritten], src=0)
     dist.destroy_process_group()
-    return int(fault is not None)
+    return int(fault is not None or shared[0])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@
 
 Writes launch/demo/model.safetensors (fp16, under 4 MB) and prints the byte perplexity of
 launch/demo/heldout.txt beside that of a Kneser-Ney byte trigram model fitted to the same training
-text. Exit code 1, and no file, if the trigram model wins.
+text.
+
+Exit codes: 0; 1, and no file, if the trigram model wins or the run fails; 2 for an input that is
+wrong.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from demo.options import InputError, Parser, above_zero, at_least, wrong
+from demo.outputs import make_folders, need_writable
 from demo.process import (
-    Parser,
+    FAILED,
     end,
     end_with_launcher,
     join_world,
@@ -43,17 +48,29 @@ LABEL_SMOOTHING = 0.05
 
 
 def arguments() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (default 800)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step over all ranks")
-    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=DEMO / "model.safetensors")
-    parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--steps", type=at_least(1), default=800, help="optimizer steps")
+    sequences = "sequences a step over all ranks"
+    parser.add_argument("--batch", type=at_least(1), default=16, help=sequences)
+    parser.add_argument("--lr", type=above_zero, default=3e-3, help="highest learning rate")
+    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument("--out", type=Path, default=DEMO / "model.safetensors", help="the file")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.out.absolute().parent.is_dir():
-        parser.error(f"--out {args.out}: there is no such folder")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        if left := args.batch % world:
+            wanted, fix = f"a multiple of the {world} ranks", f"--batch {args.batch - left + world}"
+            raise wrong("--batch", args.batch, wanted, fix)
+        need_writable(written(args))
+    except InputError as error:
+        parser.error(str(error))
     return args
+
+
+def written(args: argparse.Namespace) -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """Option -> file to write and its endings, as ``demo.outputs`` wants them."""
+    return {"--out": (args.out, (".safetensors",))}
 
 
 def main() -> int:
@@ -74,8 +91,11 @@ def main() -> int:
     quieten()
     join_world()
     world = dist.get_world_size()
-    if args.batch % world:
-        leave(f"--batch is {args.batch}; it must be a multiple of the {world} ranks")
+    if rank() == 0:
+        try:
+            make_folders(written(args))
+        except InputError as error:
+            leave(str(error))
     config = ModelConfig.load(DEMO / "config.json")
     model = ByteMoE(config, ep_size=math.gcd(world, config.num_experts))
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -87,7 +107,10 @@ def main() -> int:
         config={"train_batch_size": args.batch, "gradient_clipping": 1.0},
     )
     checkpoint.randomise(model, args.seed)
-    text = training_text()
+    try:
+        text = training_text()
+    except RuntimeError as error:
+        leave(str(error), FAILED)
     train(engine, text, args)
     lost = judge(engine, text, args.out)
     if rank() == 0:

@@ -55,9 +55,10 @@ def launch(
     return done
 
 
-def alone(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+def alone(*args: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(INFER), *map(str, args)],
+        cwd=cwd,
         env=environment(**env),
         capture_output=True,
         text=True,

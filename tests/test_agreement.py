@@ -9,7 +9,7 @@ import torch
 
 from ds_tilemoe.backends.base import LayerShape
 from ds_tilemoe.errors import BuildError, TileMoEError, UnsupportedLayerError
-from ds_tilemoe.layers.agreement import DISABLED, EXCLUDED, Message, Offer, agree
+from ds_tilemoe.layers.agreement import DEVICE, DISABLED, EXCLUDED, Message, Offer, agree
 
 SHAPE = LayerShape("mlp", 8, 2, 64, 96, 64, torch.float32)
 OTHER = dataclasses.replace(SHAPE, ffn=128)
@@ -52,6 +52,34 @@ def test_protocol_must_be_equal():
     other = message(protocol=(PROTOCOL[0], ("the version of torch", "2.12")))
     (reason,) = agree([message(), other])
     assert "the version of torch differs: '2.13' on rank 0, '2.12' on rank 1" in reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_what_it_stands_for(device):
+    def settings(**given):
+        names = ("backend", "layout", "tile_m", "dispatch", "transport", "max_tokens_per_rank")
+        values = {**dict.fromkeys(names, "auto"), **given, DEVICE: device}
+        return message(protocol=tuple(values.items()))
+
+    same = {"backend": device, "layout": "compact", "transport": "mapped", "dispatch": "fused"}
+    for given in (same, {"tile_m": {"cpu": 16, "cuda": 128}[device]}):
+        assert agree([settings(), settings(**given)]) == [SHAPE]
+        assert agree([settings(**given), settings()]) == [SHAPE]
+    for name, other in (
+        ("backend", {"cpu": "cuda", "cuda": "cpu"}[device]),
+        ("layout", "aligned"),
+        ("tile_m", 64),
+        ("transport", "nvshmem"),
+        ("max_tokens_per_rank", 1024),
+    ):
+        (reason,) = agree([settings(), settings(**{name: other})])
+        assert reason == f"{name} differs: 'auto' on rank 0, {other!r} on rank 1"
+    fused, nccl = settings(dispatch="fused"), settings(dispatch="nccl")
+    assert agree([fused, nccl]) == ["dispatch differs: 'fused' on rank 0, 'nccl' on rank 1"]
+    by_nccl = dataclasses.replace(
+        nccl, offers=(Offer("layer0", dataclasses.replace(SHAPE, dispatch="nccl")),)
+    )
+    assert "shapes differ" in agree([settings(), by_nccl])[0]
 
 
 def test_one_strict_rank_makes_all_raise():

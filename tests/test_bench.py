@@ -92,9 +92,8 @@ def test_planner_is_for_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench, "leave", leave)
     with pytest.raises(SystemExit) as ended:
         bench.main([*SMALL, "--out", str(tmp_path / "x")])
-    assert "1 planner: got 2 ranks, wanted one process: python launch/bench.py planner" in str(
-        ended.value
-    )
+    wanted = "2 ranks: got 2; wanted one process; fix: python launch/bench.py planner"
+    assert str(ended.value) == wanted
 
 
 def test_help_says_how_few_repeats_there_may_be(capsys):
@@ -103,12 +102,33 @@ def test_help_says_how_few_repeats_there_may_be(capsys):
     assert "50 or more, with fresh counts" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys):
+def test_a_folder_is_made_for_what_is_written_there_and_for_nothing_else(tmp_path):
     out = tmp_path / "new one" / "planner.jsonl"
-    assert bench.main([*SMALL, "--commit", "abc", "--out", str(out)]) == 1
-    said = capsys.readouterr().err
-    assert f"--out {out}: there is no such folder; make it first: mkdir -p '{out.parent}'" in said
+    line = [*SMALL, "--commit", "abc", "--out", str(out)]
+    assert bench.main([*line, "--rows", "161"]) == 2
     assert not out.parent.exists()
+    assert bench.main(line) == 0
+    assert len(out.read_text().splitlines()) == 1
+
+
+def test_a_plan_for_which_there_is_no_room_is_refused(tmp_path, monkeypatch, capsys):
+    def too_large(*args, **sizes):
+        raise MemoryError("Unable to allocate 4.66 TiB")
+
+    monkeypatch.setattr(planner, "build_plan", too_large)
+    line = [*SMALL, "--commit", "abc", "--out", str(tmp_path / "x.jsonl")]
+    assert bench.main(line) == 2
+    said = capsys.readouterr().err
+    assert "planner: got Unable to allocate 4.66 TiB; wanted a case that fits" in said
+
+
+def test_faults_of_the_program_are_not_taken_for_small_memory(tmp_path, monkeypatch):
+    def broken(*args, **sizes):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(planner, "build_plan", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        bench.main([*SMALL, "--commit", "abc", "--out", str(tmp_path / "x.jsonl")])
 
 
 def test_help_lists_the_benches_without_torch():
@@ -126,13 +146,23 @@ def test_help_lists_the_benches_without_torch():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ranks", "0"], "--ranks: got '0', wanted an integer from 1 on"),
-        (["--repeats", "49"], "--repeats: got '49', wanted an integer from 50 on"),
-        (["--tile-m", "x"], "--tile-m: got 'x', wanted an integer"),
-        (["--rows", "161"], "--rows: got 161, wanted a multiple of --topk, 2"),
-        (["--tile-m", "4000000000"], "tile_m: got 4000000000, wanted an integer from 1 to"),
+        (["--ranks", "0"], "--ranks: got '0'; wanted an integer from 1 to 2147483647; fix: "),
+        (["--repeats", "49"], "--repeats: got '49'; wanted an integer from 50 to"),
+        (["--tile-m", "x"], "--tile-m: got 'x'; wanted an integer"),
+        (["--rows", "161"], "--rows: got 161; wanted a multiple of --topk, 2; fix: --rows 162"),
+        (["--tile-m", "4000000000"], "--tile-m: got '4000000000'; wanted an integer from 1 to"),
         (["--ranks", "2", "--routing", "stress_skew"], "one of 2 ranks cannot get 2.6 times"),
-        (["--out", "/"], "--out: got '/', wanted a file that can be written"),
+        (["--ranks", "2147483647"], "world * local_experts of at most 2147483647"),
+        (["--out", "/"], "--out: got '/'; wanted a file that can be written"),
+        (["--out", "x.png"], "--out: got 'x.png'; wanted a name that ends in .jsonl; fix: --out x"),
+        (["--commit", ""], "--commit: got ''; wanted a commit"),
+        (["--mover", "sm"], "--mover: got no option of this name; wanted one that there is; fix: "),
+        (
+            ["--row", "16"],
+            "--row: got no option of this name; wanted one that there is; fix: wri",
+        ),
+        (["--layout", "packed"], "--layout: got 'packed'; wanted one of compact, aligned; fix: "),
+        (["--seed"], "--seed: got too few or none; wanted one argument; fix: write it behind"),
     ],
 )
 def test_bad_flags_are_named(capsys, tmp_path, flags, message):
@@ -141,16 +171,19 @@ def test_bad_flags_are_named(capsys, tmp_path, flags, message):
         code = bench.main(line)
     except SystemExit as ended:
         code = ended.code
-    assert code in (1, 2)
-    assert message in capsys.readouterr().err
+    assert code == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert message in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_commit_comes_from_git_or_must_be_given(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "ROOT", tmp_path)
     (tmp_path / "docs" / "results").mkdir(parents=True)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert bench.main(SMALL) == 1
-    assert "git tells no commit" in capsys.readouterr().err
+    assert bench.main(SMALL) == 2
+    assert "--commit: got none; wanted a commit that git tells of" in capsys.readouterr().err
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
         subprocess.run([*git, *words], check=True)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 from benches import (
     layer_check,
     layer_models,
+    layer_options,
     layer_others,
     layer_parts,
     peer_flashinfer,
@@ -34,6 +35,7 @@ from benches import (
 from benches.calls import Routed, hot_ratio
 from benches.layer_models import EXPERT_KINDS, LayerShape
 from benches.records import BenchError
+from demo.options import InputError
 
 CPU = torch.device("cpu")
 ALONE = ranks.World(0, 1, CPU, None)
@@ -303,17 +305,51 @@ def test_a_stranger_that_fails_is_named_and_ends_nothing(beside, fault, why):
 def test_strangers_are_chosen_by_what_is_installed(monkeypatch):
     monkeypatch.setattr(layer_others.importlib.util, "find_spec", lambda name: None)
     assert layer_others.choose(None) == []
-    wanted = "--others: got flashinfer, which is not installed; fix: leave it out"
-    with pytest.raises(BenchError, match=wanted):
+    wanted = "--others: got flashinfer, which is not installed; wanted one that is; fix: leave it"
+    with pytest.raises(InputError, match=wanted):
         layer_others.choose(["flashinfer"])
     monkeypatch.setattr(layer_others.importlib.util, "find_spec", lambda name: object())
     assert layer_others.choose(None) == ["flashinfer"]
     assert layer_others.choose([]) == []
-    with pytest.raises(BenchError, match="tutel, which is installed, and this bench has no adapt"):
+    with pytest.raises(InputError, match="tutel, which is installed, and this bench has no adapt"):
         layer_others.choose(["flashinfer", "tutel"])
     args = argparse.Namespace(others=[])
     absent = layer_others.time_others(args, ALONE, None, None, []).absent
     assert absent["flashinfer"] == "not wanted (--others)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dtype", "float32"], "--dtype: got float32; wanted bfloat16 or float16 on a GPU"),
+        (["--shape", "8,64,36,4,2"], "its ffn width is 36; on CUDA it has to be a multiple of 8"),
+        (["--shape", "8,64,64,32,17"], "its gate chooses 17 experts; on CUDA at most 16"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_said_before_it_is_tried(flags, words):
+    parser = argparse.ArgumentParser()
+    layer_options.add_arguments(parser)
+
+    def settled(flags):
+        args = parser.parse_args(flags)
+        layer_options.check(args)
+        layer_options.settle(args, ranks.World(0, 4, torch.device("cuda"), None))
+        return args
+
+    args = settled(["--quick", "--rounds", "60", "--mode", "graph", "--mode", "graph"])
+    assert (args.rounds, args.peer_rounds, args.mode) == (60, 10, ["graph"])
+    with pytest.raises(InputError, match=words):
+        settled(flags)
+
+
+def test_strangers_that_are_named_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(layer_others.importlib.util, "find_spec", lambda name: object())
+    parser = argparse.ArgumentParser()
+    layer_options.add_arguments(parser)
+    args = parser.parse_args(["--others", "flashinfer"])
+    layer_options.check(args)
+    with pytest.raises(InputError, match="--others: got flashinfer without a GPU; wanted none"):
+        layer_options.settle(args, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -413,18 +449,22 @@ def test_only_the_wanted_peers_are_timed(tmp_path, peers_, timed):
 
 
 BAD_FLAGS = [
-    (["--mode", "graph"], "--mode: got graph without a GPU, wanted eager"),
-    (["--block", "{"], "--block: got '{', wanted JSON"),
-    (["--block", "[1]"], "--block: got '[1]', wanted a JSON object"),
-    (["--block", '{"mver": "sm"}'], "mover"),
+    (["--mode", "graph"], "--mode: got graph without a GPU; wanted eager"),
+    (["--block", "{"], "--block: got '{' (Expecting property name"),
+    (["--block", "[1]"], "--block: got '[1]'; wanted a JSON object"),
+    (["--block", '{"mver": "sm"}'], "--block: tile_overlap.mver: "),
     (
-        ["--quick", "--block", '{"enabled": false}'],
-        """--block: got '{"enabled": false}', wanted a block that swaps the layers""",
+        ["--block", '{"enabled": false}'],
+        """--block: got '{"enabled": false}'; wanted a block that swaps the layers""",
     ),
     (
         ["--quick", "--block", '{"layers": "no_such", "strict": false}'],
-        "not swapped: ['nodrop', 'drop']",
+        "not swapped: ['nodrop', 'drop']; wanted a block that swaps the layers",
     ),
+    (["--shape", "8,4,8,8,2"], "--shape 8,4,8,8,2: got EXPERTS 8; wanted at most as many as HID"),
+    (["--shape", "8,8,8,4,5"], "--shape 8,8,8,4,5: got TOPK 5; wanted 1 to EXPERTS, 4"),
+    (["--peers", "none", "--peer-rounds", "10"], "--peer-rounds: got a number beside --peers none"),
+    (["--quick", "--peer-rounds", "60"], "--peer-rounds: got 60; wanted at most the number of ro"),
     (
         ["--routing", "stress_skew"],
         "start it on more ranks: deepspeed --num_gpus 4 launch/bench.py layer",
@@ -433,7 +473,7 @@ BAD_FLAGS = [
         ["--others", "deep_ep"],
         "--others: got deep_ep, which is not installed, and this bench has no adapter for it",
     ),
-    (["--decode", "--shape", "1,8,8,2,1"], "--decode and --shape: got both, wanted one"),
+    (["--decode", "--shape", "1,8,8,2,1"], "--decode and --shape: got both; wanted one"),
 ]
 
 
@@ -447,7 +487,8 @@ def refused(tmp_path_factory):
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
 def test_bad_flags_are_named(refused, flags, message):
     done = refused[" ".join(flags)]
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not Path(done.args[-1]).exists()
@@ -456,6 +497,7 @@ def test_bad_flags_are_named(refused, flags, message):
 def test_a_wrong_number_of_ranks_is_answered_with_the_right_command(tmp_path):
     flags = ["--shape", "8,8,8,7,1", "--out", tmp_path / "x", "--commit", "abc"]
     done = start("layer", *flags, ranks=2)
-    assert done.returncode == 1
-    assert "got 7 experts on 2 ranks, wanted a number of ranks that divides them" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+    assert "got 7 experts on 2 ranks; wanted a number of ranks that divides them" in done.stderr
     assert "deepspeed --num_gpus 7 launch/bench.py layer --shape 8,8,8,7,1" in done.stderr

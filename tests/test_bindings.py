@@ -34,10 +34,12 @@ def params_of(op, local_experts=2):
 
 def make(op, **changes):
     shape = {"world": 1, "max_experts": 2, "dispatch_bytes": 1 << 16, "recv_bytes": 1 << 16}
-    shape |= changes
-    region = torch.zeros(op.block_bytes(*shape.values()), dtype=torch.uint8)
-    limits = {"max_tokens": 64, "wait_timeout_s": 1.0, "group_timeout_s": 1e300, "pids": [0]}
-    return op.Rank(region=region, rank=0, **shape, **limits)
+    shape |= {name: value for name, value in changes.items() if name in shape}
+    world, *rest = shape.values()
+    nbytes = max(world, 1) * op.block_bytes(max(world, 1), *(max(value, 1) for value in rest))
+    arguments = {"region": torch.zeros(nbytes, dtype=torch.uint8), "rank": 0, "max_tokens": 64}
+    arguments |= {"wait_timeout_s": 1.0, "group_timeout_s": 1e300, "pids": [0]}
+    return op.Rank(**arguments | shape | changes)
 
 
 def begin(op, rank, local_experts=2):
@@ -170,16 +172,27 @@ def test_a_heap_made_for_less_is_refused(op):
         begin(op, make(op, dispatch_bytes=64))
     with pytest.raises(CapacityError, match="receive room of the heap: needed 5120 bytes"):
         begin(op, make(op, recv_bytes=64))
-    with pytest.raises(ValueError, match="region has"):
-        op.Rank(
-            region=torch.zeros(64, dtype=torch.uint8),
-            rank=0,
-            world=1,
-            max_experts=2,
-            dispatch_bytes=1 << 16,
-            recv_bytes=1 << 16,
-            max_tokens=64,
-            wait_timeout_s=1.0,
-            group_timeout_s=1.0,
-            pids=[0],
-        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"region": torch.zeros(64, dtype=torch.uint8)}, "region has 64 bytes, wanted"),
+        ({"rank": 1}, "rank 1 is outside a world of 1"),
+        ({"rank": -1}, "rank -1 is outside a world of 1"),
+        ({"world": 0}, "rank 0 is outside a world of 0"),
+        ({"world": -1}, "rank 0 is outside a world of -1"),
+        ({"max_experts": 0}, "max_experts must be at least 1"),
+        ({"dispatch_bytes": -64}, "dispatch_bytes and recv_bytes at least 0"),
+        ({"recv_bytes": -64}, "dispatch_bytes and recv_bytes at least 0"),
+        ({"pids": [0, 0]}, "got 2 pids, wanted none or one a rank, 1"),
+        ({"world": 3, "pids": [0, 0]}, "got 2 pids, wanted none or one a rank, 3"),
+    ],
+)
+def test_a_rank_of_wrong_numbers_is_refused(op, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(op, **changes)
+
+
+def test_processes_need_not_be_watched(op):
+    begin(op, make(op, pids=[]))

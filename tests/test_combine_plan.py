@@ -20,8 +20,7 @@ def test_aligned_figure_by_hand():
     plan = build_plan(params, counts)
     check(plan, counts)
     assert plan.sizes == PlanSizes(44, 38, 11, 8, 7, 13)
-    assert plan.padding_rows == 6
-    assert plan.padding_share == pytest.approx(6 / 44)
+    assert plan.sizes.padding_rows == 6
     # src_row, dst_row, rows, owner, first band, bands. Every owner has 3 rows for experts 0 and 1
     # in front of those of expert 2.
     assert plan.segments.tolist() == [

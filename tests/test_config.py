@@ -14,7 +14,7 @@ import pytest
 
 from ds_tilemoe import config as config_module
 from ds_tilemoe.config import DS_CONFIG_KEYS, TileOverlapConfig, load_config, split_config
-from ds_tilemoe.config_block import check_cpu_config
+from ds_tilemoe.config_block import check_cpu_config, without_unused
 from ds_tilemoe.errors import ConfigError
 
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -131,7 +131,7 @@ def test_values_that_pass() -> None:
         "max_consumer_ctas": 8,
         "bands_per_segment": 3,
         "local_tail_waves": 0,
-        "mover": "none",
+        "mover": "sm",
         "router": "deepspeed",
         "router_logits": "deepspeed",
         "max_tokens_per_rank": 100_000,
@@ -191,6 +191,31 @@ def test_movers() -> None:
         check_cpu_config(load_config({"mover": "copy_engine"}))
     assert 'fix: write "sm"' in refusal({"mover": "SM"})
     assert load_config({"mover": DEFAULTS["mover"]}) == TileOverlapConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other", "got", "default"),
+    [
+        ("mover", "none", "num_consumer_ctas", 4, '"auto"'),
+        ("mover", "none", "min_consumer_ctas", 4, "1"),
+        ("mover", "copy_engine", "num_consumer_ctas", 4, '"auto"'),
+        ("mover", "copy_engine", "min_consumer_ctas", 4, "1"),
+        ("dispatch", "nccl", "num_dispatch_ctas", 4, '"auto"'),
+    ],
+)
+def test_settings_that_another_leaves_without_a_use(
+    name: str, value: str, other: str, got: int, default: str
+) -> None:
+    message = refusal({name: value, other: got})
+    assert message == (
+        f'tile_overlap.{other}: got {got}; wanted {default} with {name} "{value}"; fix: leave it'
+        f" out, or choose another {name}"
+    )
+    block = {name: value, other: TileOverlapConfig.model_fields[other].default}
+    assert getattr(load_config(block), name) == value
+    assert load_config({other: got}) == load_config({name: "auto", other: got})
+    assert without_unused({name: value, other: got, "tile_m": 16}) == {name: value, "tile_m": 16}
+    assert without_unused({name: "auto", other: got}) == {name: "auto", other: got}
 
 
 def test_faults_across_fields_come_with_those_of_fields() -> None:

@@ -33,6 +33,7 @@ from benches import (
     contention_calls,
     contention_gpus,
     contention_operator,
+    contention_overhead,
     contention_plot,
     contention_study,
     ranks,
@@ -43,6 +44,7 @@ from benches.contention_gpus import Effort
 from benches.contention_simulate import SimulatedOperator, simulate, wrong_machine
 from benches.contention_study import Trial, drive, is_close
 from benches.records import BenchError
+from demo.options import InputError
 
 RANKS, CALLS, SETTLE = 4, 60, 20
 RECORDS = Path(__file__).parents[1] / "docs" / "results" / "contention_simulated.jsonl"
@@ -220,6 +222,7 @@ def test_records_have_what_the_issue_lists(tmp_path):
     for record in records:
         assert record["bench"] == "contention"
         assert record["simulated"] is True
+        assert record["parts"] == ["steady", "switch", "mixed"]
         assert record["gemm_n"] == 1024
         assert {"4", "12"} <= set(record["static_us"])
         assert record["best_static_us"] <= record["sequential_us"]
@@ -244,19 +247,8 @@ def test_a_picture(tmp_path):
 def test_without_matplotlib_nothing_is_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(contention_plot.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(contention, "simulate", lambda *args: pytest.fail("it ran"))
-    assert run_bench(tmp_path, "--png", str(tmp_path / "x.png"))[0] == 1
+    assert bench.main([*SMALL, "--out", str(tmp_path / "x"), "--png", str(tmp_path / "x.png")]) == 2
     assert 'pip install "ds_tilemoe[bench]"' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--out", "--png", "--export"])
-def test_a_missing_folder_is_said_before_anything_is_run(tmp_path, monkeypatch, capsys, flag):
-    monkeypatch.setattr(contention, "simulate", lambda *args: pytest.fail("it ran"))
-    path = tmp_path / "new" / "file"
-    line = [*SMALL, "--out", str(tmp_path / "x"), flag, str(path)]
-    assert bench.main(line) == 1
-    wanted = f"{flag} {path}: there is no such folder; make it first: mkdir -p {path.parent}"
-    assert wanted in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_simulator_is_for_one_process(monkeypatch, tmp_path):
@@ -265,7 +257,7 @@ def test_the_simulator_is_for_one_process(monkeypatch, tmp_path):
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(bench, "leave", leave)
-    wanted = "got 2 ranks, wanted one process: python launch/bench.py contention --simulate"
+    wanted = "got 2; wanted one process; fix: python launch/bench.py contention --simulate"
     with pytest.raises(SystemExit, match=wanted):
         bench.main([*SMALL, "--out", str(tmp_path / "x")])
 
@@ -273,8 +265,35 @@ def test_the_simulator_is_for_one_process(monkeypatch, tmp_path):
 def test_a_shape_that_was_not_measured_is_refused(tmp_path, capsys):
     out = str(tmp_path / "x.jsonl")
     line = ["contention", "--simulate", "--shape", "64,100,200,2,2,256", "--out", out]
-    assert bench.main([*line, "--commit", "abc"]) == 1
-    assert "got N 100 K 200 tile_n 256" in capsys.readouterr().err
+    assert bench.main([*line, "--commit", "abc"]) == 2
+    assert "--shape: got N 100 K 200 tile_n 256; wanted one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--simulate", "--part", "overhead"], "--part: got overhead; wanted a part that can be"),
+        (["--part", "switch", "--png", "x.png"], "--png: got it without --part steady"),
+        (["--part", "mixed", "--export", "x.json"], "--export: got it without --part steady"),
+        (["--part", "stead"], "--part: got 'stead'; wanted one of steady, switch, mixed, overhead"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    line = ["contention", *flags, "--out", str(tmp_path / "y.jsonl"), "--commit", "abc"]
+    try:
+        code = bench.main(line)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_some_parts_are_run_alone(tmp_path):
+    code, records = run_bench(tmp_path, "--part", "switch", "--part", "switch")
+    assert code == 0
+    assert [(r["study"], r["parts"]) for r in records] == [("switch", ["switch"])] * 3
 
 
 def test_the_simulator_needs_no_torch():
@@ -307,11 +326,23 @@ def test_committed_figures_meet_the_bars():
 # -- on GPUs ----------------------------------------------------------------------------------
 
 
-def test_without_two_gpus_the_way_out_is_named(monkeypatch):
+def test_without_gpus_the_way_out_is_named(monkeypatch):
     alone = ranks.World(0, 1, torch.device("cpu"), None)
     monkeypatch.setattr(contention_operator, "join", lambda: alone)
-    with pytest.raises(BenchError, match=r"got 1 rank\(s\) on cpu, .*--num_gpus 4.*--simulate"):
-        contention_operator.open_world()
+    with pytest.raises(InputError, match=r"got 1 rank\(s\) on cpu; .*--num_gpus 4.*--simulate"):
+        contention_operator.open_world(["overhead"])
+
+
+def test_on_one_gpu_there_is_the_overhead_alone(monkeypatch):
+    alone = ranks.World(0, 1, torch.device("cuda"), None)
+    monkeypatch.setattr(contention_operator, "join", lambda: alone)
+    monkeypatch.setattr(contention_operator, "need_alone", lambda world: None)
+    wanted = (
+        "--part: got steady, mixed on one rank, where .*--num_gpus 4.*; or name --part overhead"
+    )
+    with pytest.raises(InputError, match=wanted):
+        contention_operator.open_world(["steady", "mixed", "overhead"])
+    assert contention_operator.open_world(["overhead"]) is alone
 
 
 def test_quick_bounds_the_time_on_gpus(tmp_path, monkeypatch):
@@ -319,11 +350,14 @@ def test_quick_bounds_the_time_on_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(contention_gpus, "on_gpus", lambda *told: asked.append(told) or iter([]))
     line = ["contention", "--out", str(tmp_path / "x"), "--commit", "abc"]
     assert bench.main([*line, "--quick"]) == 0
-    assert bench.main([*line, "--shape", "64,128,64,4,2,128", "--rounds", "50"]) == 0
+    line += ["--shape", "64,128,64,4,2,128", "--rounds", "50", "--part", "mixed"]
+    assert bench.main(line) == 0
     (cases, routings, splits, quick), (one, _, every, effort) = asked
     assert [(c.m, c.n) for c in cases] == [(16384, 8192), (16384, 1024)]
     assert routings == list(ROUTINGS)
     assert len(splits) == 8
+    assert quick.parts == ["steady", "switch", "mixed", "overhead"]
+    assert effort.parts == ["mixed"]
     assert (quick.rounds, quick.starts, quick.traces) == (40, [1, 131], 1)
     assert quick.pairs == (("balanced", "stress_skew"),)
     assert one == [Case(64, 128, 64, 4, 2, 128)]
@@ -332,35 +366,41 @@ def test_quick_bounds_the_time_on_gpus(tmp_path, monkeypatch):
 
 
 class Library(ApartLibrary):
-    """Counts the records."""
+    """Counts the calls with records."""
 
-    left = 0
+    with_records = 0
 
-    def _record(self, scale):
-        if scale.records:
-            self.left += 1
-            super()._record(scale)
+    def tilemoe_exchange_launch(self, p, stream):
+        self.with_records += bool(p.records)
+        return super().tilemoe_exchange_launch(p, stream)
 
 
 TINY = Case(m=32, n=128, k=64, local_experts=4, topk=2, tile_n=128)
 
 
-def fake_gpus(ctx, patch):
+def fake_gpus(rank, count, patch):
     """The world, and the library as it is once an operator has been made."""
-    group = torch.distributed.group.WORLD
+    group = torch.distributed.group.WORLD if count > 1 else None
     patch.setattr(cuda_library_fake, "FakeLibrary", Library)
     library, _ = cuda_library_fake.install(patch, group)
     stream = cuda_library_fake.Stream(library)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     patch.setattr(torch.cuda, "Event", Event)
-    return ranks.World(ctx.rank, ctx.world, torch.device("cpu"), group), library
+
+    def captured(launch):
+        with cuda_library_fake.capture(patch):
+            launch()
+        return launch
+
+    patch.setattr(contention_overhead, "captured", captured)
+    return ranks.World(rank, count, torch.device("cpu"), group), library
 
 
 @case
 def a_choice_reaches_the_kernels(ctx):
     """And what it left behind comes back. Names of the backend, which only a GPU would miss."""
     with pytest.MonkeyPatch.context() as patch:
-        world, library = fake_gpus(ctx, patch)
+        world, library = fake_gpus(ctx.rank, ctx.world, patch)
         some = [*pool(TINY, "balanced", 2), *pool(TINY, "stress_skew", 2)]
         with contention_operator.open_operator(world, TINY, some, (2, 5)) as operator:
             assert operator.ranks == (ctx.rank,)
@@ -393,7 +433,7 @@ def a_choice_reaches_the_kernels(ctx):
 def a_call_without_a_time_is_made_again(ctx):
     """On all ranks, or their exchanges would not match."""
     with pytest.MonkeyPatch.context() as patch:
-        world, library = fake_gpus(ctx, patch)
+        world, library = fake_gpus(ctx.rank, ctx.world, patch)
         some = pool(TINY, "balanced", 2)
         with contention_operator.open_operator(world, TINY, some, ()) as operator:
             late = iter([ctx.rank == 1, False])
@@ -411,13 +451,14 @@ def a_call_without_a_time_is_made_again(ctx):
 def all_studies(ctx):
     """Records of the whole bench, as the command makes them."""
     pairs = [("balanced", "stress_skew")]
-    effort = Effort(28, (None, 131), segment=10, pairs=pairs, leading=1, traces=1)
+    parts = contention.PARTS
+    effort = Effort(parts, 28, (None, 131), segment=10, pairs=pairs, leading=1, traces=1)
     with pytest.MonkeyPatch.context() as patch:
-        world, library = fake_gpus(ctx, patch)
+        world, library = fake_gpus(ctx.rank, ctx.world, patch)
         patch.setattr(contention_calls, "MIXED_TOKENS", (32, 20, 16))
         patch.setattr(contention_gpus, "SWITCHES", 4)
         patch.setattr(contention_gpus, "OVERHEAD_PAIRS", 5)
-        patch.setattr(contention_gpus, "open_world", lambda: world)
+        patch.setattr(contention_gpus, "open_world", lambda parts: world)
         found = list(
             contention_gpus.on_gpus([TINY], ["balanced", "moderate_skew"], (2, 24), effort)
         )
@@ -447,16 +488,49 @@ def all_studies(ctx):
     assert switch["switch_at"] == len(switch["over_best_after_switch"]) == 10
     assert min(switch["over_best_after_switch"]) >= 1
     assert set(mixed["worst_static_over_controller"]) == {"8", "14", "16"}
-    assert overhead["on_over_off"] == pytest.approx(overhead["on_us"] / overhead["off_us"], rel=0.5)
+    for kind in ("", "graph_"):
+        for name in ("on_us", "off_us", "on_over_off"):  # on the host's clock: of any size
+            assert overhead[f"{kind}{name}"] > 0
+        assert overhead[f"{kind}added_us"] is not None
     assert overhead["signals_host_us"] > 0
     # The loops without records, behind HOST_CALLS and two calls more that make their timer.
-    assert library.epoch - library.left >= 5 * overhead["calls"]
+    assert library.epoch - library.with_records >= 5 * (overhead["calls"] + overhead["graph_calls"])
     # Times are those of the group: all ranks have the same records.
     records_of_ranks = world.gather(records[:5])
     assert records_of_ranks[0] == records_of_ranks[1]
     if ctx.rank == 0 and importlib.util.find_spec("matplotlib"):
         contention_plot.draw(ctx.shared_dir / "picture.png", [_drawn(*one) for one in found])
         assert (ctx.shared_dir / "picture.png").stat().st_size > 10_000
+
+
+@case
+def some_studies(ctx):
+    """Switches without the steady calls that tell which splits lead."""
+    pairs = [("balanced", "stress_skew")]
+    effort = Effort(["switch"], 28, (None,), segment=10, pairs=pairs, leading=1, traces=1)
+    with pytest.MonkeyPatch.context() as patch:
+        world, _ = fake_gpus(ctx.rank, ctx.world, patch)
+        patch.setattr(contention_gpus, "SWITCHES", 1)
+        patch.setattr(contention_gpus, "open_world", lambda parts: world)
+        found = list(contention_gpus.on_gpus([TINY], ["balanced"], (2, 24), effort))
+    assert [record["study"] for record, _ in found] == ["switch", "switch"]
+    assert set(found[0][0]["static_us"]) == {"2", "24"}
+
+
+def test_the_overhead_on_one_rank(monkeypatch):
+    """Nothing is remote; what is left is what records of calls cost."""
+    world, library = fake_gpus(0, 1, monkeypatch)
+    monkeypatch.setattr(contention_gpus, "OVERHEAD_PAIRS", 5)
+    monkeypatch.setattr(contention_gpus, "open_world", lambda parts: world)
+    effort = Effort(["overhead"], 28, (None,), segment=10, pairs=[], leading=1, traces=1)
+    ((record, trial),) = contention_gpus.on_gpus([TINY], ["balanced"], (2, 24), effort)
+    assert trial is None
+    json.dumps(record, allow_nan=False)
+    wanted = {"study": "overhead", "ranks": 1, "num_consumer_ctas": [0], "calibrated": {}}
+    assert wanted.items() <= record.items()
+    assert record["on_us"] > 0
+    assert record["graph_off_us"] > 0
+    assert 0 < library.with_records < library.epoch
 
 
 def _drawn(record, trial):

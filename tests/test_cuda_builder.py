@@ -303,7 +303,7 @@ class TestRealLibrary:
         program = (
             "import sys; from pathlib import Path; from ds_tilemoe.op_builder import cuda_library;"
             "opened = cuda_library.open_library(Path(sys.argv[1]));"
-            "opened.tilemoe_producer_launch, opened.tilemoe_plan_launch;"
+            "opened.tilemoe_producer_launch, opened.tilemoe_exchange_launch;"
             "print(opened.tilemoe_transport_attach(None, None))"
         )
         # 1: the host library is there and nobody has started it.

@@ -121,6 +121,23 @@ def test_where_it_cannot_be_measured(
     assert list(tmp_path.iterdir()) == [], "what was not measured is not kept"
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), OSError("a disk")])
+def test_whatever_goes_wrong_its_peers_do_not_wait(
+    error: Exception,
+    library: Library,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cuda_calibration, "_time", fail)
+    with caplog.at_level(logging.WARNING, logger="ds_tilemoe"):
+        assert measured_machine(heap(library), SMS, str(tmp_path)) == typical(SMS)
+    assert str(error) in caplog.text
+
+
 def test_state_words_are_where_the_kernels_read_them() -> None:
     assert ctypes.sizeof(cuda_abi.State) <= 128
     assert cuda_calibration._A_ROWS % cuda_abi.TILE_M == 0

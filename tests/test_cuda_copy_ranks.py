@@ -6,8 +6,8 @@ import gc
 
 import pytest
 import torch
+from cuda_layer_case import Layer, fake, rows
 from cuda_library_fake import NoWaits, capture
-from test_cuda_backend_ranks import Layer, fake, rows
 
 from ds_tilemoe.backends import cuda_abi
 from ds_tilemoe.config import TileOverlapConfig

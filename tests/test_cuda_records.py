@@ -73,12 +73,3 @@ def test_a_slot_that_is_being_written_is_left_alone() -> None:
     write(slots, 4)
     ring._epochs = Racing(slots["epoch"])  # type: ignore[assignment]
     assert [record.epoch for record in ring.poll()] == [4]
-
-
-def test_layer_of_a_call() -> None:
-    ring, slots = make()
-    write(slots, 7, layer=2**63 + 1)
-    assert ring.layer_of(7) == 2**63 + 1
-    assert ring.layer_of(7 + CALL_RECORDS) is None
-    assert ring.layer_of(0) is None
-    assert ring.layer_of(8) is None

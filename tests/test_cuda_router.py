@@ -23,6 +23,7 @@ from ds_tilemoe.backends.cuda_router import (
     FusedRouter,
     PlacesParams,
     RouterParams,
+    Widening,
 )
 from ds_tilemoe.backends.cuda_routes import FusedRouting
 from ds_tilemoe.errors import BuildError, TileMoEError
@@ -31,7 +32,7 @@ from ds_tilemoe.op_builder.jit import find_compiler
 from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, Drop, Rule, route_reference
 from ds_tilemoe.routing import GATE_TIMER, Places, Routing, route
 
-HEADER, SPLIT = "router/router.h", "router/split.h"
+HEADERS = ("router/router.h", "router/split.h", "router/widen.h")
 CPU = torch.device("cpu")
 
 
@@ -50,7 +51,7 @@ def test_structs_enums_and_limits_are_those_of_the_header(
     wanted = {"kMaxTopk": MAX_TOPK, "kMaxRouterExperts": MAX_EXPERTS}
     for drop in Drop:
         wanted[f"static_cast<int>(Drop::{drop.name.lower()})"] = drop
-    for kind in (PlacesParams, RouterParams):
+    for kind in (PlacesParams, RouterParams, Widening):
         wanted[f"sizeof({kind.__name__})"] = ctypes.sizeof(kind)
         for name, _ in kind._fields_:
             field = getattr(kind, name)
@@ -58,9 +59,8 @@ def test_structs_enums_and_limits_are_those_of_the_header(
             wanted[f"sizeof({kind.__name__}::{name})"] = field.size
     source = tmp_path / "check.cpp"
     checks = "\n".join(f"static_assert({what} == {value});" for what, value in wanted.items())
-    source.write_text(
-        f'#include <cstddef>\n#include "{HEADER}"\nusing namespace tilemoe;\n{checks}\n'
-    )
+    included = "\n".join(f'#include "{header}"' for header in HEADERS)
+    source.write_text(f"#include <cstddef>\n{included}\nusing namespace tilemoe;\n{checks}\n")
     command = [*compiler, "-std=c++17", "-fsyntax-only", f"-I{base.csrc_root()}", f"-I{include}"]
     built = subprocess.run(
         [*command, str(source)], capture_output=True, text=True, timeout=120, check=False
@@ -69,10 +69,10 @@ def test_structs_enums_and_limits_are_those_of_the_header(
 
 
 def test_every_field_and_function_of_the_header_is_mirrored() -> None:
-    text = "".join((base.csrc_root() / header).read_text() for header in (HEADER, SPLIT))
+    text = "".join((base.csrc_root() / header).read_text() for header in HEADERS)
     text = re.sub(r"//[^\n]*", "", text)
     assert f"kLogitParts = {cuda_router._LOGIT_PARTS};" in text
-    for kind in (PlacesParams, RouterParams):
+    for kind in (PlacesParams, RouterParams, Widening):
         body = re.search(rf"\bstruct {kind.__name__} {{(.*?)\n}};", text, re.DOTALL)
         assert body is not None
         assert re.findall(r"\b(\w+);", body[1]) == [name for name, _ in kind._fields_]
@@ -96,14 +96,24 @@ class PlayedLibrary:
     def __init__(self) -> None:
         self.status = 0
         self.seen: list[RouterParams] = []
+        self.widened = 0
         self.tilemoe_router_load = lambda: self.status
         self.tilemoe_split_launch = lambda *arguments: self._split(*arguments)
-        self.tilemoe_places_scratch_bytes = lambda tokens, topk, experts: 4 * experts
+        self.tilemoe_widen_launch = lambda *arguments: self._widen(*arguments)
+        self.tilemoe_places_scratch_bytes = lambda tokens, experts: 4 * experts
         self.tilemoe_router_scratch_bytes = lambda tokens, topk, experts: 8 * tokens * topk + 4
         self.tilemoe_places_launch = lambda params, stream: self._places(params)
         self.tilemoe_router_launch = lambda params, stream: self._route(params)
         for name in PROTOTYPES:
             setattr(self, name, PlayedFunction(getattr(self, name)))
+
+    def _widen(self, *halves: Any) -> int:
+        *matrices, _ = halves
+        for m in matrices:
+            dtype = torch.float16 if m.is_half else torch.bfloat16
+            memory(m.wide, torch.float32, m.count).copy_(memory(m.source, dtype, m.count))
+        self.widened += 1
+        return self.status
 
     def _places(self, p: PlacesParams) -> int:
         assert p.scratch % 16 == 0
@@ -205,6 +215,28 @@ def test_route_is_the_gates(library: PlayedLibrary, k: int, training: bool, coun
         assert places.sources.shape == (count * k,)
         for tensor in (places.positions, places.sources, places.counts):
             assert tensor.dtype == torch.int32
+
+
+@pytest.mark.parametrize("count", [21, 0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tokens_and_weights_of_16_bits_are_widened_in_one_launch(
+    library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
+) -> None:
+    gate = gate_of(2).to(dtype)
+    router, x = FusedRouter(library, CPU), tokens(count).to(dtype)
+    assert_same(router.route(gate, x), route(gate, x))
+    assert library.widened == 1
+    apart = torch.empty(21 * 16 + 1, dtype=dtype)[1:].view(21, 16)
+    apart.copy_(tokens(21))
+    assert_same(router.route(gate, apart), route(gate, apart))  # not at a multiple of 16 bytes
+    assert library.widened == 1
+    monkeypatch.setattr(cuda_router, "_MOST_WIDE", 16 * (5 + 8))
+    for few, launches in ((5, 2), (6, 2)):
+        assert_same(router.route(gate, tokens(few).to(dtype)), route(gate, tokens(few).to(dtype)))
+        assert library.widened == launches
+    library.status = 1
+    with pytest.raises(TileMoEError, match="widens tokens"):
+        router.route(gate, tokens(4).to(dtype))
 
 
 @pytest.mark.parametrize(("count", "k"), [(0, 2), (1, 3), (21, 2), (64, 8)])

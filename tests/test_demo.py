@@ -18,7 +18,8 @@ LAUNCH = Path(__file__).parent.parent / "launch"
 DEMO = LAUNCH / "demo"
 sys.path.insert(0, str(LAUNCH))
 
-from demo import checkpoint  # noqa: E402
+import train_demo  # noqa: E402
+from demo import checkpoint, options  # noqa: E402
 from demo.corpus import digest, training_text  # noqa: E402
 from demo.generation import perplexity, read_and_write  # noqa: E402
 from demo.model import ByteMoE, KVCache  # noqa: E402
@@ -137,12 +138,16 @@ def test_greedy_text_is_that_of_repeated_full_forwards(engine):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hiden": 64}, "unknown key 'hiden'; did you mean 'hidden'"),
-        ({"heads": 3}, "hidden is 128; it must be a multiple of 2 \\* heads = 6"),
-        ({"topk": 9}, "topk is 9; it must be at most num_experts = 8"),
-        ({"layers": 0}, "layers is 0"),
-        ({"layers": 1.5}, "layers is 1.5"),
-        ({"window": None}, "window is None"),
+        ({"hiden": 64}, "got the unknown key 'hiden'; wanted one of .*; fix: write 'hidden'"),
+        ({"heads": 3}, "hidden: got 128; wanted a multiple of 2 \\* heads, 6; fix: "),
+        ({"topk": 9}, "topk: got 9; wanted at most num_experts, 8; fix: "),
+        ({"layers": 0}, "layers: got 0; wanted a whole number from 1 to 2147483647; fix: "),
+        ({"layers": 2**31}, "layers: got 2147483648; wanted a whole number from 1 to"),
+        ({"layers": 1.5}, "layers: got 1.5; wanted a whole number"),
+        ({"layers": True}, "layers: got True; wanted a whole number"),
+        ({"window": None}, "window: got None; wanted a whole number"),
+        ({"rope_base": float("nan")}, "rope_base: got nan; wanted a number from 1 to"),
+        ({"rope_base": float("inf")}, "rope_base: got inf; wanted a number from 1 to"),
     ],
 )
 def test_wrong_model_config(tmp_path, change, message):
@@ -157,8 +162,17 @@ def test_model_config_that_cannot_be_read(tmp_path):
     with pytest.raises(ModelConfigError, match="No such file"):
         ModelConfig.load(tmp_path / "none.json")
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ModelConfigError, match="holds a list"):
+    with pytest.raises(ModelConfigError, match="got a list; wanted a JSON object"):
         ModelConfig.load(tmp_path / "list.json")
+    with pytest.raises(ModelConfigError, match="Is a directory"):
+        ModelConfig.load(tmp_path)
+    (tmp_path / "few.json").write_text('{"hidden": 8}')
+    with pytest.raises(ModelConfigError, match=r"got no ffn, heads, .*; wanted all sizes"):
+        ModelConfig.load(tmp_path / "few.json")
+    for odd in (b'{"hidden": \xff}', b"{", b"[" * 100_000):
+        (tmp_path / "odd.json").write_bytes(odd)
+        with pytest.raises(ModelConfigError, match="got what is not JSON"):
+            ModelConfig.load(tmp_path / "odd.json")
 
 
 def test_checkpoint_of_another_shape_is_refused(engine, tmp_path):
@@ -167,7 +181,7 @@ def test_checkpoint_of_another_shape_is_refused(engine, tmp_path):
     path = tmp_path / "small.safetensors"
     name = "embedding.weight"
     save_file({name: torch.zeros(256, 8)}, path)
-    with pytest.raises(ValueError, match=r"embedding.weight is \[256, 8\].* \[256, 128\]"):
+    with pytest.raises(ValueError, match=r"embedding.weight of \[256, 8\].* \[256, 128\]"):
         checkpoint.load(engine.module, path)
 
 
@@ -181,3 +195,29 @@ def test_training_that_loses_writes_nothing(tmp_path):
     assert "byte perplexity of the held-out text: trigram" in done.stdout
     assert "nothing written" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--steps", "0"], "--steps: got '0'; wanted an integer from 1 to"),
+        (["--lr", "nan"], "--lr: got 'nan'; wanted a finite number above 0"),
+        (["--batch", "3"], "--batch: got 3; wanted a multiple of the 2 ranks; fix: --batch 4"),
+        (["--out", "x.pt"], "--out: got 'x.pt'; wanted a name that ends in .safetensors; fix: "),
+        (["--step", "5"], "--step: got no option of this name; wanted one that there is; fix: "),
+    ],
+)
+def test_wrong_arguments_of_the_training(monkeypatch, capsys, flags, words):
+    """They are the same on every rank; rank 0 speaks, before torch is imported."""
+
+    def leave(message):
+        raise SystemExit(message)
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(options, "leave", leave)
+    monkeypatch.setattr(sys, "argv", ["train_demo.py", *flags])
+    with pytest.raises(SystemExit) as ended:
+        train_demo.arguments()
+    assert str(ended.value).startswith(words)
+    assert "usage: train_demo.py" in capsys.readouterr().err

@@ -157,6 +157,74 @@ def test_experts_that_compute_something_else(forward):
         find_recipe(expert, HIDDEN)
 
 
+class Reader(nn.Module):
+    """Multiplies its output by what ``read`` finds of its own; that is one until somebody loads or
+    writes another number."""
+
+    def __init__(self, read, **own):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
+        self.read = read
+        for name, value in own.items():
+            if name.startswith("buffer"):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x))) * self.read(self)
+
+
+READERS = {
+    "buffer": lambda: Reader(lambda e: e.buffer, buffer=torch.ones(())),
+    "buffer of a row": lambda: Reader(lambda e: e.buffer, buffer=torch.ones(1).expand(HIDDEN)),
+    "added buffer": lambda: Reader(lambda e: 1 + e.buffer, buffer=torch.zeros(HIDDEN)),
+    "integers": lambda: Reader(lambda e: e.buffer, buffer=torch.ones(HIDDEN, dtype=torch.long)),
+    "a flag": lambda: Reader(lambda e: 2 - e.buffer.int(), buffer=torch.tensor(True)),
+    "a permutation": lambda: Reader(
+        lambda e: 1 + e.buffer[0], buffer=torch.arange(HIDDEN, dtype=torch.int32)
+    ),
+    "a tensor": lambda: Reader(lambda e: e.factor, factor=torch.ones(HIDDEN)),
+    "a tensor in a list": lambda: Reader(lambda e: e.factors[0], factors=[torch.ones(HIDDEN)]),
+    "a tensor in a table": lambda: Reader(lambda e: e.table["a"], table={"a": torch.ones(())}),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_numbers_that_are_one_today_are_not_overlooked(name):
+    with pytest.raises(UnknownExpert, match="expert Reader is not one that we know"):
+        find_recipe(READERS[name](), HIDDEN)
+
+
+class Shifted(nn.Module):
+    """Has numbers that the recipe leaves to it, and some that nobody reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(FFN))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("variance", torch.ones(FFN))
+        self.width = FFN
+
+    def forward(self, x):
+        return F.relu(x + self.shift) * self.variance.rsqrt()
+
+
+def test_buffers_that_are_read_in_each_call_do_no_harm():
+    expert = nn.Sequential(nn.Linear(HIDDEN, FFN), Shifted(), nn.Linear(FFN, HIDDEN)).eval()
+    cut, x = LocalExpert(expert, find_recipe(expert, HIDDEN)), torch.randn(3, HIDDEN)
+    expert[1].shift.fill_(3)
+    with torch.no_grad():
+        torch.testing.assert_close(cut(x), expert(x))
+    assert torch.equal(expert[1].variance, torch.ones(FFN)), "it was tried out on a copy"
+
+
+def test_a_tensor_that_is_a_parameter_stays_one():
+    expert = Named()
+    expert.tied, expert.note = [expert.fc1.weight], (1, "word", None)
+    assert str(find_recipe(expert, HIDDEN)) == "linear_act_linear(gelu)"
+
+
 def test_an_expert_that_differs_from_its_class():
     expert = Named()
     recipe = find_recipe(expert, HIDDEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from infer_runs import INFER, RANKS, ROOT, alone, command, environment, launch
 sys.path.insert(0, str(ROOT / "launch"))
 
 import infer
+from demo.options import InputError
 
 
 def test_misspelt_settings_end_before_any_work(tmp_path):
@@ -57,18 +59,27 @@ def test_wrong_settings(tmp_path, block, words):
     ("args", "words"),
     [
         (["--deepspeed_config", "none.json"], "none.json"),
-        (["--model-config", "none.json"], "cannot read model config none.json"),
-        (["--dtype", "float"], "invalid choice: 'float'"),
-        (["--max-new-tokens", "-1"], "--max-new-tokens is -1; it must be 0 or more"),
-        (["--max-new-tokens", "many"], "invalid int value: 'many'"),
-        (["--trace", "/no/such/folder/t.json"], "no such folder"),
-        (["--trace", "/"], "wanted a file that can be written"),
-        (["--unheard-of"], "--unheard-of"),
+        (["--model-config", "none.json"], "model config 'none.json': got No such file"),
+        (["--model-config", ""], "model config '': got Is a directory; wanted a JSON object"),
+        (["--dtype", "float"], "--dtype: got 'float'; wanted one of fp32, bf16, fp16; fix: "),
+        (["--max-new-tokens", "-1"], "--max-new-tokens: got '-1'; wanted an integer from 0 to"),
+        (["--max-new-tokens", "many"], "--max-new-tokens: got 'many'; wanted an integer from 0 to"),
+        (["--max-new-tokens", "16384"], "--max-new-tokens: got 16384; wanted at most 16383, for w"),
+        (["--max-new-tokens"], "--max-new-tokens: got too few or none; wanted one argument"),
+        (["--trace", "/dev/null/t.json"], "wanted a folder where '/dev/null' is a file"),
+        (["--trace", "/"], "--trace: got '/'; wanted a file that can be written, no folder"),
+        (["--trace", ""], "--trace: got '.'; wanted a file that can be written, no folder"),
+        (["--trace", "x.exe"], "--trace: got 'x.exe'; wanted a name that ends in .json"),
+        (["--text", "x.json", "--trace", "x.json"], "--trace: got 'x.json'; wanted another file"),
+        (["--unheard-of"], "--unheard-of: got no option of this name"),
+        (["--max-new-token", "1"], "fix: write --max-new-tokens"),
     ],
 )
-def test_wrong_arguments(args, words):
-    done = alone(*args)
+def test_wrong_arguments(tmp_path, args, words):
+    (tmp_path / "x.json").write_text("a text")
+    done = alone(*args, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -90,10 +101,10 @@ def test_other_ranks_are_quiet_while_rank_0_may_speak():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "cannot read"),
-        (b"", "has 0 bytes; 4 rank"),
-        (b"1234567", "has 7 bytes; 4 rank\\(s\\) need at least 8"),
-        (b"x" * 404, "gives each of 4 rank\\(s\\) 101 bytes.* room for 100"),
+        (None, "--text: got '.*' .No such file.*; wanted a file that can be read"),
+        (b"", "got 0 bytes of .*; wanted at least 8, two for each of 4"),
+        (b"1234567", "got 7 bytes of .*; wanted at least 8"),
+        (b"x" * 404, "got 101 bytes for each of 4 rank.*; wanted at most 100, .* has room"),
     ],
 )
 def test_wrong_texts(tmp_path, text, words):
@@ -106,12 +117,40 @@ def test_wrong_texts(tmp_path, text, words):
     assert len(infer.read_text(str(path), RANKS, limit=100)) == 403
 
 
+def test_a_folder_is_no_text(tmp_path):
+    with pytest.raises(InputError, match="Is a directory"):
+        infer.read_text(str(tmp_path), RANKS, limit=100)
+    with pytest.raises(InputError, match="null byte"):
+        infer.read_text("a\0b", RANKS, limit=100)
+
+
+def test_bytes_that_are_no_letters_and_no_continuation(tmp_path):
+    """A text is bytes; stdout that lacks a letter of it is no failure."""
+    (tmp_path / "text").write_bytes(b"\xff\xfe bytes of no encoding \x80\xc3")
+    trace = tmp_path / "new" / "trace.json"
+    flags = ["--text", tmp_path / "text", "--trace", trace]
+    done = alone(*flags, "--max-new-tokens", 0, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "perplexity" in done.stdout
+    assert "decode -" in done.stdout
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_trace_of_layers_that_are_left_alone_is_refused(tmp_path):
+    (tmp_path / "ds.json").write_text('{"tile_overlap": {"enabled": false}}')
+    done = alone("--deepspeed_config", tmp_path / "ds.json", "--trace", tmp_path / "t.json")
+    assert done.returncode == 2
+    assert "--trace: got a file, and tile_overlap.enabled is false; wanted swapped" in done.stderr
+    assert not (tmp_path / "t.json").exists()
+
+
 def test_a_text_that_is_too_short_ends_every_rank(tmp_path):
     (tmp_path / "text").write_bytes(b"short")
     done = launch("--text", tmp_path / "text", ranks=3)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error:") == 1
-    assert "need at least 6" in done.stderr
+    assert "got 5 bytes" in done.stderr
+    assert "wanted at least 6, two for each of 3 rank(s)" in done.stderr
 
 
 def test_a_failure_in_a_layer_is_said_once(tmp_path):
@@ -132,8 +171,8 @@ def test_a_taken_port_is_named():
         done = launch(ranks=2, port=port)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error:") == 1
-    assert f"port {port}" in done.stderr
-    assert "--master_port" in done.stderr
+    assert f"port {port} of 127.0.0.1: got one that another process has" in done.stderr
+    assert f"fix: deepspeed --master_port {port + 1}" in done.stderr
 
 
 def test_sigterm_leaves_nothing_behind():

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 from benches import layer_timeline
 from benches.layer_timeline import Panel, Seen
-from benches.records import BenchError
+from demo.options import InputError
 
 
 def ns(us):
@@ -96,23 +96,23 @@ def test_a_picture(tmp_path, suffix):
         assert "DeepSpeed's gate" not in words
 
 
-def test_what_would_fail_behind_is_said_before(monkeypatch, tmp_path):
+def test_what_would_fail_behind_is_said_before(monkeypatch):
     monkeypatch.setattr(layer_timeline.importlib.util, "find_spec", lambda name: object())
-    layer_timeline.need(Path("x.png"))
-    with pytest.raises(BenchError, match=r"--timeline: got 'x.gif', wanted a name that ends in"):
-        layer_timeline.need(Path("x.gif"))
+    layer_timeline.need_matplotlib()
     monkeypatch.setattr(layer_timeline.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BenchError, match=r'no matplotlib; .*pip install "ds_tilemoe\[bench\]"'):
-        layer_timeline.need(Path("x.png"))
+    with pytest.raises(InputError, match=r'no matplotlib; .*pip install "ds_tilemoe\[bench\]"'):
+        layer_timeline.need_matplotlib()
 
 
-def test_a_missing_folder_is_said_before_anything_is_run(tmp_path):
-    path = tmp_path / "new" / "x.png"
-    out = tmp_path / "x"
-    done = start("layer", "--quick", "--commit", "abc", "--out", out, "--timeline", path)
-    assert done.returncode == 1
-    assert f"--timeline {path}: there is no such folder" in done.stderr
-    assert not out.exists()
+def test_a_picture_of_no_known_kind_is_refused_before_the_ranks_meet(tmp_path):
+    path, out = tmp_path / "new" / "x.exe", tmp_path / "x"
+    flags = ["--quick", "--commit", "abc", "--out", out, "--timeline", path]
+    done = start("layer", *flags, ranks=2)
+    assert done.returncode == 2
+    wanted = f"--timeline: got '{path}'; wanted a name that ends in .png or .svg or .pdf; fix: "
+    assert wanted in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_ranks_of_the_cpu_backend(tmp_path):

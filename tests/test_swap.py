@@ -14,7 +14,14 @@ from moe_models import HIDDEN, assert_close, make_moe, oracle, raised, run, toke
 from torch import nn
 
 import ds_tilemoe
-from ds_tilemoe.errors import BuildError, ConfigError, RankFailure, UnsupportedLayerError
+from ds_tilemoe.backends.cpu import CpuBackend
+from ds_tilemoe.errors import (
+    BuildError,
+    ConfigError,
+    DeadlineError,
+    RankFailure,
+    UnsupportedLayerError,
+)
 from ds_tilemoe.layers import runtime
 from ds_tilemoe.layers.native import TileMOELayer
 from ds_tilemoe.swap import measure_combine_alone
@@ -172,6 +179,14 @@ def differ_in_width(moe, monkeypatch):
     expert[0], expert[2] = nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)
 
 
+def patch_its_forward(moe, monkeypatch):
+    moe.deepspeed_moe.forward = moe.deepspeed_moe.forward
+
+
+def take_an_expert_out(moe, monkeypatch):
+    del moe.deepspeed_moe.experts.deepspeed_experts[7]
+
+
 def differ_in_dtype(moe, monkeypatch):
     moe.deepspeed_moe.experts.deepspeed_experts[3].bfloat16()
 
@@ -187,6 +202,8 @@ def differ_in_dtype(moe, monkeypatch):
         (widen, "its experts give rows of 32, not of hidden size 64"),
         (differ_in_width, "its experts differ in shape"),
         (differ_in_dtype, "its experts differ in dtype"),
+        (patch_its_forward, "it has a forward of its own"),
+        (take_an_expert_out, "it has 7 experts on this rank, its num_local_experts is 8"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -229,6 +246,68 @@ def test_no_compiler(monkeypatch, caplog):
     with pytest.raises(BuildError, match="g\\+\\+ is not there"):
         ds_tilemoe.apply(moe, {"backend": "cpu"})
     assert type(moe.deepspeed_moe) is MOELayer
+
+
+class Refusal(Exception):
+    """Says nothing."""
+
+
+def test_a_backend_that_cannot_be_made(monkeypatch):
+    def fail(*_):
+        raise Refusal
+
+    moe, x = make_moe(drop_tokens=False), tokens(5, HIDDEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "make_backend", fail)
+        with pytest.raises(BuildError, match="rank 0: the CPU backend cannot be made: Refusal"):
+            ds_tilemoe.apply(moe)
+    assert type(moe.deepspeed_moe) is MOELayer
+    assert ds_tilemoe.apply(moe).swapped
+    assert_close(run(moe, x)[0], oracle(moe, x))
+
+
+def exported():
+    block = ds_tilemoe.stats.export_config()
+    return ds_tilemoe.load_config(block).max_tokens_per_rank
+
+
+def test_settings_can_be_exported_at_any_time():
+    moe, x = make_moe(), tokens(5, HIDDEN)
+    for block, known in (({}, 1024), ({"max_tokens_per_rank": 64}, 64)):
+        for _ in range(2):
+            ds_tilemoe.apply(moe, block)
+            assert exported() == block.get("max_tokens_per_rank", "auto")
+            run(moe, x)
+            assert exported() == known
+
+
+class Told(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RuntimeError("[gloo/pair.cc] Timed out"), DeadlineError),
+        (Told("nothing of the kind"), Told),
+        (ConfigError('dispatch: got "nccl"'), ConfigError),
+    ],
+)
+def test_a_heap_that_is_never_made(error, wanted, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    moe = make_moe()
+    monkeypatch.setattr(CpuBackend, "ensure", fail)
+    ds_tilemoe.apply(moe)
+    told = raised(run, moe, tokens(5, HIDDEN))
+    assert type(told) is wanted
+    if wanted is DeadlineError:
+        assert "layer deepspeed_moe: a collective of the making of the heap did not" in str(told)
+        assert "in the same grad mode (here: disabled)" in str(told)
+        assert "with the same enabled and layers" in str(told)
+    else:
+        assert told is error
 
 
 def test_copies_of_a_group_of_one():

@@ -30,7 +30,8 @@ def pretend_there_is_nvshmem(modules: dict[str, Any]) -> None:
     properties = SimpleNamespace(
         virtual_memory_management_supported=True, gpu_direct_rdma_with_cuda_vmm_supported=True
     )
-    core = SimpleNamespace(Device=lambda index: SimpleNamespace(properties=properties))
+    device = SimpleNamespace(properties=properties, set_current=lambda: None)
+    core = SimpleNamespace(Device=lambda index: device)
     modules["nvshmem"] = SimpleNamespace(core=core)
     for name in ("nvshmem.core", "cuda", "cuda.core"):
         modules[name] = core
@@ -117,6 +118,29 @@ def less_device_memory_than_needed(ctx: RankContext) -> None:
             assert isinstance(raised(link.allocate, 512 * MIB), CapacityError)
     with started(NvshmemHeap(), free=GIB) as link:
         link.allocate(GIB)  # whole pieces, of which it takes no more
+
+
+@case
+def a_failure_of_one_rank_alone(ctx: RankContext) -> None:
+    """Its peers are on their way to where all meet next."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with started(NvshmemHeap()) as link:
+        for place, name in (
+            (torch.cuda, "mem_get_info"),
+            (sys.modules["nvshmem.bindings"], "malloc"),
+            (transport, "_as_tensor"),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                if ctx.rank == 1:
+                    patch.setattr(place, name, fail)
+                error = raised(link.allocate, 512 * MIB)
+            assert type(error) is TileMoEError
+            said = "rank 1: blocks of NVSHMEM cannot be made: RuntimeError: CUDA error: unspecified"
+            assert same_everywhere(str(error)).startswith(said)
+        link.allocate(512 * MIB)
 
 
 @case

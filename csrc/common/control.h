@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "../plan_abi.h"
+#include "integers.h"
 
 namespace tilemoe {
 
@@ -22,7 +23,8 @@ constexpr int64_t kLineBytes = 128;
 // How a call ended; the worst comes last. All but ok make scale fill its output with NaN.
 enum class Outcome : int32_t {
   ok = 0,
-  rank_failure = 1,    // a rank said so in its count row: `peer`; the heap stays usable
+  rank_failure = 1,    // `peer` said so in its count row: it has no routing, or (`seen` > 0) it is
+                       // the first of `seen` ranks whose layer has changed; the heap stays usable
   layer_mismatch = 2,  // `peer` runs another layer than rank 0; the heap stays usable
   capacity = 3,        // `peer` has `seen` tokens, the heap was made for `wanted`; stays usable
   deadline = 4,        // `rank` waited in vain; the group's heap is failed
@@ -45,8 +47,9 @@ struct ErrorRecord {
   uint64_t seen;
   uint64_t wanted;
   uint64_t epoch;
+  uint64_t layer;  // fingerprint, of a failure that leaves the heap usable; else 0
 };
-static_assert(sizeof(ErrorRecord) == 48);
+static_assert(sizeof(ErrorRecord) == 56);
 
 // First word group of a block. The first rank that fails takes `claimed` and writes the record.
 struct Failure {
@@ -64,6 +67,9 @@ struct CountRow {
   int32_t unused;
 };
 static_assert(sizeof(CountRow) == 32);
+constexpr int64_t count_row_bytes(int64_t experts) {
+  return int64_t{sizeof(CountRow)} + int64_t{sizeof(int32_t)} * experts;
+}
 
 struct BlockShape {
   int32_t world;
@@ -85,15 +91,10 @@ struct BlockOffsets {
   int64_t block_bytes;
 };
 
-TILEMOE_HOST_DEVICE inline int64_t round_up(int64_t value, int64_t to) {
-  return (value + to - 1) / to * to;
-}
-
 inline BlockOffsets block_offsets(const BlockShape& shape) {
   BlockOffsets o{};
   o.counts = round_up(sizeof(Failure), kLineBytes);
-  o.count_row_bytes =
-      round_up(sizeof(CountRow) + shape.max_experts * int64_t{sizeof(int32_t)}, kLineBytes);
+  o.count_row_bytes = round_up(count_row_bytes(shape.max_experts), kLineBytes);
   o.arrivals = o.counts + kCountHalves * shape.world * o.count_row_bytes;
   o.slot_rows = o.arrivals + 2 * shape.world * kLineBytes;
   o.slot_half_bytes = round_up(shape.max_slots * int64_t{sizeof(uint32_t)}, kLineBytes);
@@ -103,6 +104,20 @@ inline BlockOffsets block_offsets(const BlockShape& shape) {
   o.block_bytes = round_up(o.dispatch + shape.dispatch_bytes, 4096);
   return o;
 }
+
+// What a call's record tells of the call itself. Writer: thread 0 of its exchange.
+struct CallFacts {
+  uint64_t layer;
+  int64_t tokens;
+  int64_t rows;         // valid rows of the layout
+  int64_t remote_rows;  // of them, owed to other ranks
+  uint64_t router_start_ns;
+  uint64_t exchange_start_ns;
+  uint64_t exchange_end_ns;
+  int32_t segments;
+  int32_t bands;
+  int32_t consumer_ctas;
+};
 
 // Counters and times of one epoch; band flags follow. Words that many CTAs add to have a line each.
 struct Half {
@@ -124,6 +139,9 @@ struct Half {
   uint64_t first_ready_ns;
   uint64_t last_put_ns;
   alignas(128) uint32_t scale_finished;  // CTAs of scale; from bit 16 on, those without their rows
+  uint64_t last_arrival_ns;              // by scale's first CTA
+  uint64_t scale_end_ns;                 // by its last one; 0: no scale, and no record
+  alignas(128) CallFacts facts;
 };
 
 // What the planner tells the kernels behind it, in front of the two halves. Zeroed once, when made.
@@ -133,14 +151,12 @@ struct State {
   int32_t bands;  // 0 where the call failed, whatever the plan says
   int32_t chunks;
   int32_t segments;
-  int32_t consumer_ctas;  // asked for in this call; see ExchangeParams
-  uint64_t layer;
-  int64_t tokens;
-  int64_t rows;              // valid rows of the layout
-  int64_t remote_rows;       // of them, owed to other ranks
+  int32_t consumer_ctas;     // asked for in this call; see ExchangeParams
   uint64_t router_start_ns;  // written by the router before the call's exchange; 0 = none ran
-  uint64_t exchange_start_ns;
-  uint64_t exchange_end_ns;
+  // Exchanges before, and the epoch whose record has gone to the host last. Of the CTA that ships
+  // records alone: it runs beside the one that advances `epoch`.
+  uint64_t exchanges;
+  uint64_t recorded;
   // Epoch of a call that the count exchange has ended (the heap stays usable) and of which the host
   // has been told but has not said that it has heard; 0 = none. A call that finds it was queued
   // before the host knew. The rank at fault may not come to that call, and the host may be in a

@@ -44,11 +44,14 @@ constexpr Fault kFault = static_cast<Fault>(TILEMOE_FAULT);
 
 // ---- Band flag: tiles of a band that are in global memory. Target: number of N tiles.
 // Writer: lane 0 of the producer's store warp, once a tile, after its bulk stores.
-// Reader: one thread of a consumer (or drain) CTA, which then passes a CTA barrier.
+// Reader: a lane of warp 0 of a consumer (or drain) CTA, which then hands the chunk over through an
+//         mbarrier in shared memory (ship.cuh, full); thread 0 of the put consumer, which then
+//         passes a CTA barrier.
 // Scope:  gpu; both kernels run on the device that owns the band.
 // Order:  bulk stores -> wait_bulk_stores (writes visible to the storing thread, async proxy and
-//         generic proxy alike) -> fence.acq_rel.gpu -> red.relaxed. Reader: ld.acquire.gpu -> CTA
-//         barrier -> plain loads. A reader that issues bulk or TMA loads adds fence.proxy.async.
+//         generic proxy alike) -> fence.acq_rel.gpu -> red.relaxed. Reader: ld.acquire.gpu ->
+//         mbarrier (arrive releases, wait acquires, in the CTA) or CTA barrier -> plain loads of
+//         the others. A reader that issues bulk or TMA loads adds fence.proxy.async.
 
 // Waits until the bulk stores of this thread are performed. Not `.read`: that form only says that
 // shared memory may be written again, and a flag raised behind it overtakes the data.
@@ -133,10 +136,10 @@ __device__ __forceinline__ uint64_t read_system(const uint64_t* word) {
 // Writer: lanes of any warp of any rank's GEMM 1 that has copied rows there, once a piece.
 // Reader: the loader of the owner's GEMM 1, one thread, before it loads a band that lies there.
 // Scope:  sys, also for the owner's own rows: additions that a reader joins have one scope.
-// Order:  the warp's plain stores -> __syncwarp, or lane 0's bulk stores -> wait_group (not
-//         `.read`) -> fence.acq_rel.sys (cumulative) -> red.relaxed.sys by the same lane.
-//         Reader: ld.acquire.sys -> fence.proxy.async -> TMA, which reads in another proxy than
-//         the one that wrote.
+// Order:  the warp's plain stores, or lane 0's bulk stores -> wait_group (not `.read`) ->
+//         __syncwarp -> fence.acq_rel.sys (cumulative) -> red.relaxed.sys, both by the first of
+//         the lanes whose rows are in that slot. Reader: ld.acquire.sys -> fence.proxy.async ->
+//         TMA, which reads in another proxy than the one that wrote.
 __device__ __forceinline__ void add_slot_rows(uint32_t* word, uint32_t rows) {
   if constexpr (kFault != Fault::no_row_release) fence_system();
   asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(rows) : "memory");
@@ -207,11 +210,14 @@ __device__ __forceinline__ uint32_t read_count(const uint32_t* word) {
 }
 
 // ---- Programmatic dependent launch: the next kernel's CTAs come while this one still runs.
-// allow_dependents: by one thread a CTA, once no work of the kernel needs a further SM, and, but in
-// a call's first kernel, behind await_prerequisites: scale looks at the call's state in front of
-// its own wait and relies on it that the exchange has ended once both GEMMs have come so far.
-// await_prerequisites: by all threads of all CTAs, so that the end of a kernel is the end of all in
-// front of it; returns when the kernel in front has ended and its writes are visible.
+// allow_dependents: by one thread a CTA, once no work of the kernel needs a further SM, and, from
+// the count exchange on, behind await_prerequisites or in a kernel that is not launched early:
+// scale looks at the call's state, routes and plan in front of its own wait, and GEMM 2 at the
+// plan, and rely on it that the exchange has ended once the GEMM in front has come so far. The
+// router's kernels allow before they wait: the exchange waits in all threads before it allows, so
+// what comes behind it comes when they have all ended. await_prerequisites: by all threads of all
+// CTAs, so that the end of a kernel is the end of all in front of it; returns when the kernel in
+// front has ended and its writes are visible.
 __device__ __forceinline__ void allow_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -232,13 +238,12 @@ __device__ __forceinline__ void record_latest(uint64_t* word, uint64_t time_ns) 
 }
 
 // ---- Epoch of a call record, in page-locked host memory. Scope: sys.
-// Writer: scale. CTA 0 takes the slot back (0) and writes the record while the others sum; the CTA
-//         that finishes last writes the epoch. Reader: the host, which reads the epoch before and
-//         after the record.
-// Order:  0 -> fence.acq_rel.sys -> record (volatile stores) -> fence.acq_rel.sys -> scale's count
-//         of finished CTAs -> fence.acq_rel.sys -> epoch (publish_ready). A host that has read a
-//         word of the new record finds 0 or the new epoch behind it, never the old one, so a torn
-//         record does not pass.
+// Writer: one thread, when the call's kernels have ended (record.cuh). Reader: the host, which
+// reads
+//         the epoch before and after the record.
+// Order:  0 -> fence.acq_rel.sys -> record (volatile stores) -> fence.acq_rel.sys -> epoch
+//         (publish_ready). A host that has read a word of the new record finds 0 or the new epoch
+//         behind it, never the old one, so a torn record does not pass.
 __device__ __forceinline__ void take_back(uint64_t* word) {
   asm volatile("st.relaxed.sys.global.u64 [%0], 0;" ::"l"(word) : "memory");
 }

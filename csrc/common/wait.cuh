@@ -50,6 +50,7 @@ __device__ inline void tell_host(const RankView& view, const ErrorRecord& record
   told.seen = record.seen;
   told.wanted = record.wanted;
   told.epoch = record.epoch;
+  told.layer = record.layer;
   fence_system();
   told.outcome = record.outcome;
 }

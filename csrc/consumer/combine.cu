@@ -14,9 +14,8 @@ __attribute__((weak)) cudaError_t tilemoe_put_consumer_launch(const tilemoe::Shi
 }
 
 cudaError_t tilemoe_load() {
-  for (const auto load :
-       {tilemoe_exchange_load, tilemoe_plan_load, tilemoe_producer_load, tilemoe_consumer_load,
-        tilemoe_put_consumer_load, tilemoe_scale_load, tilemoe_fail_load}) {
+  for (const auto load : {tilemoe_exchange_load, tilemoe_producer_load, tilemoe_consumer_load,
+                          tilemoe_put_consumer_load, tilemoe_scale_load, tilemoe_fail_load}) {
     const cudaError_t error = load == nullptr ? cudaSuccess : load();
     if (error != cudaSuccess) return error;
   }
@@ -25,13 +24,14 @@ cudaError_t tilemoe_load() {
 
 namespace {
 
+using tilemoe::ceil_div;
 using tilemoe::CombineParams;
 using tilemoe::Mover;
 using tilemoe::Transport;
 
 // Whether GEMM 2 raises each of its bands' flags to what the copies wait for.
 bool can_copy(const CombineParams& p) {
-  const int32_t n_tiles = (p.producer.n + p.kind.tile_n - 1) / p.kind.tile_n;
+  const int32_t n_tiles = ceil_div(p.producer.n, p.kind.tile_n);
   return p.copy_engine != nullptr && p.transport == Transport::mapped && p.kind.gated == 0 &&
          p.producer.band_flags != nullptr && p.producer.ship.n_tiles == n_tiles;
 }

@@ -1,3 +1,4 @@
+#include "../common/launch.cuh"
 #include "consumer.h"
 #include "ship.cuh"
 
@@ -28,11 +29,8 @@ cudaError_t tilemoe_consumer_load() {
 cudaError_t tilemoe_consumer_launch(const tilemoe::ShipParams* params, int32_t ctas,
                                     cudaStream_t stream) {
   using namespace tilemoe;
-  if (params == nullptr || ctas < 0 || params->view.world < 1 || params->view.world > kMaxWorld ||
-      params->row_bytes <= 0 || params->row_bytes % 16 != 0 || params->n_tiles < 1) {
-    return cudaErrorInvalidValue;
-  }
+  if (params == nullptr || ctas < 0 || !valid(*params)) return cudaErrorInvalidValue;
   if (ctas == 0) return cudaSuccess;
-  consumer::consumer_kernel<<<ctas, consumer::kThreads, consumer::kSharedBytes, stream>>>(*params);
-  return cudaGetLastError();
+  return launch(consumer::consumer_kernel, ctas, consumer::kThreads, consumer::kSharedBytes, stream,
+                false, *params);
 }

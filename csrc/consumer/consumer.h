@@ -24,6 +24,12 @@ struct ShipParams {
   int32_t device_split;
 };
 
+// What whoever ships relies on.
+inline bool valid(const ShipParams& p) {
+  return p.view.state != nullptr && p.view.world >= 1 && p.view.world <= kMaxWorld &&
+         p.row_bytes > 0 && p.row_bytes % 16 == 0 && p.n_tiles >= 1;
+}
+
 }  // namespace tilemoe
 
 extern "C" {

@@ -1,3 +1,4 @@
+#include "../common/launch.cuh"
 #include "../common/wait.cuh"
 #include "fail.h"
 
@@ -23,6 +24,5 @@ cudaError_t tilemoe_fail_group(const tilemoe::RankView* view, const tilemoe::Err
   if (view == nullptr || record == nullptr || record->outcome == tilemoe::Outcome::ok) {
     return cudaErrorInvalidValue;
   }
-  tilemoe::fail_kernel<<<1, 1, 0, stream>>>(*view, *record);
-  return cudaGetLastError();
+  return tilemoe::launch(tilemoe::fail_kernel, 1, 1, 0, stream, false, *view, *record);
 }

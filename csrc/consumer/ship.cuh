@@ -8,6 +8,7 @@
 
 #include "../common/barriers.cuh"
 #include "../common/wait.cuh"
+#include "../common/warp.cuh"
 #include "consumer.h"
 
 namespace tilemoe::consumer {
@@ -52,12 +53,13 @@ struct Place {
   int32_t band_count;
 };
 
-__device__ __forceinline__ Place look_up(const ShipParams& p, uint32_t index) {
+// `mapped`: `to` is in the owner's block; else it is the same place in this rank's own block.
+__device__ __forceinline__ Place look_up(const ShipParams& p, uint32_t index, bool mapped) {
   const Chunk chunk = p.chunks[index];
   const Segment segment = p.segments[chunk.segment];
   const RankView& view = p.view;
   const std::byte* const from = static_cast<const std::byte*>(p.rows);
-  std::byte* const to = view.blocks[segment.owner] + view.offsets.recv;
+  std::byte* const to = view.blocks[mapped ? segment.owner : view.rank] + view.offsets.recv;
   return {{reinterpret_cast<const uint4*>(from + (segment.src_row + chunk.row) * p.row_bytes),
            reinterpret_cast<uint4*>(to + (segment.dst_row + chunk.row) * p.row_bytes),
            static_cast<int32_t>(chunk.rows * (p.row_bytes / 16))},
@@ -97,7 +99,7 @@ __device__ inline uint32_t hand_over(const ShipParams& p, Shared& shared, Half& 
   if (lane == 0) next = claim_next(&half.chunk_claim);
   bool going = true;
   while (true) {
-    const uint32_t claim = __shfl_sync(0xffffffffu, next, 0);
+    const uint32_t claim = __shfl_sync(kAllLanes, next, 0);
     going = going && claim < chunks;
     if (going) {
       // In flight while this chunk is prepared.
@@ -105,7 +107,7 @@ __device__ inline uint32_t hand_over(const ShipParams& p, Shared& shared, Half& 
       if (!looked_up || claim - window >= kWindow) {
         window = claim;
         looked_up = true;
-        if (claim + lane < chunks) place = look_up(p, claim + lane);
+        if (claim + lane < chunks) place = look_up(p, claim + lane, true);
       }
     }
     const bool mine = lane == (going ? claim - window : 0);
@@ -129,7 +131,7 @@ __device__ inline uint32_t hand_over(const ShipParams& p, Shared& shared, Half& 
     }
     turn.advance();
     __syncwarp();  // the next lane adds to the same sums
-    if (!__any_sync(0xffffffffu, ready)) break;
+    if (!__any_sync(kAllLanes, ready)) break;
     ++handed;
   }
   if (polls > 0) add_count(&half.idle_spins, polls);
@@ -140,10 +142,10 @@ __device__ inline uint32_t hand_over(const ShipParams& p, Shared& shared, Half& 
 __device__ __forceinline__ Work read_slot(const Work& slot, int lane) {
   Work work{};
   if (lane == 0) work = slot;
-  const auto from = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(work.from), 0);
-  const auto to = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(work.to), 0);
+  const auto from = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(work.from), 0);
+  const auto to = __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(work.to), 0);
   return {reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to),
-          __shfl_sync(0xffffffffu, work.vectors, 0)};
+          __shfl_sync(kAllLanes, work.vectors, 0)};
 }
 
 // The other warps. The units of a chunk (512 bytes) go round over the warps and on from chunk to

@@ -31,13 +31,13 @@ struct CopyEngine;
 cudaError_t plan_engine_copies(CopyEngine& engine, int64_t row_bytes);
 
 // Queues them; behind the launch of the producer that raises ship.n_tiles flags a band. `behind`:
-// event in front of all of them; or null, as the host has waited for the exchange already.
+// null, as the host has waited for the exchange already; checks only: an event in front of them.
 cudaError_t queue_engine_copies(CopyEngine& engine, const ShipParams& ship, cudaEvent_t behind);
 
 // What follows in `stream` is behind the copies that were queued last.
 cudaError_t join_engine_copies(CopyEngine& engine, cudaStream_t stream);
 
-// For a bench in which the host knows C in advance: as fetch and plan_engine_copies.
+// Checks only, where the host knows C in advance: as fetch and plan_engine_copies.
 void set_engine_copies(CopyEngine& engine, CopyPlan plan, uint64_t epoch);
 
 }  // namespace tilemoe

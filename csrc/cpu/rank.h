@@ -26,7 +26,7 @@ struct RankConfig {
   std::int64_t max_tokens;         // what the heap was made for
   std::int64_t wait_timeout_ns;    // once a peer has arrived in a call
   std::int64_t group_timeout_ns;   // for a peer that has not: slow is not dead
-  std::vector<std::int64_t> pids;  // of the ranks' processes; 0 = do not watch
+  std::vector<std::int64_t> pids;  // [world] of the ranks' processes, 0 = do not watch; or empty
 };
 
 struct Layer {

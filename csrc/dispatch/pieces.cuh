@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/wait.cuh"
+#include "../common/warp.cuh"
 #include "../producer/producer.h"
 #include "dispatch.h"
 
@@ -14,11 +15,6 @@ constexpr int32_t kPieceBytes = 32 << 10;  // at most, but for longer rows
 constexpr int32_t kLeastPieces = 4;
 constexpr int kSpareWarps = 2;  // of a CTA
 constexpr int kPlaceWords = (kMaxWorld + 31) / 32;
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
-__device__ __forceinline__ int32_t ceil_div(int32_t value, int32_t by) {
-  return (value + by - 1) / by;
-}
 
 // Rows [begin, begin + rows) of `sources`, all for experts of `rank`.
 struct Piece {

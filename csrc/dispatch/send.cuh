@@ -142,10 +142,10 @@ __device__ __forceinline__ void begin(const DispatchParams& p, uint32_t ticket, 
   BulkCopy copy(p, memory, barriers, epoch);
   const bool sender = static_cast<int32_t>(ticket) < senders;
   // Where all send, every other CTA begins with own rows, so that these do not come last.
-  const bool own_first = is_short(ticket, senders) && ticket % 2 == 1;
+  const bool own_first = senders == static_cast<int32_t>(gridDim.x) && ticket % 2 == 1;
 #pragma unroll 1
   for (int turn = sender ? 0 : 1; turn < 2; ++turn) {
-    const bool own = (turn == 1) != (sender && own_first);
+    const bool own = (turn == 1) != own_first;
     move(p, epoch, own, warps_a_cta, own, copy);
   }
 }

@@ -1,6 +1,7 @@
 #include <cstddef>
 
 #include "../common/launch.cuh"
+#include "../common/record.cuh"
 #include "../common/wait.cuh"
 #include "exchange.h"
 #include "plan_device.cuh"
@@ -110,15 +111,24 @@ __device__ bool is_at_fault(const ExchangeParams& p) {
 // Every rank judges the same rows in the same order, so every rank finds the same. One thread.
 __device__ ErrorRecord judge(const ExchangeParams& p, uint64_t epoch, const Said& said) {
   const RankView& view = p.view;
-  ErrorRecord error{Outcome::ok, Wait::none, view.rank, -1, -1, 0, 0, epoch};
+  ErrorRecord error{Outcome::ok, Wait::none, view.rank, -1, -1, 0, 0, epoch, p.layer};
+  int32_t failed = -1, changed = -1, changes = 0;  // the first of each kind
   for (int32_t s = view.world - 1; s >= 0; --s) {
     if (said.status[s] == 0) continue;
-    error.outcome = Outcome::rank_failure;
-    error.peer = s;
-    error.seen += said.status[s] == 2 ? 1 : 0;
-    error.wanted = view.world;
+    if (said.status[s] == 2) {
+      changed = s, ++changes;
+    } else {
+      failed = s;
+    }
   }
-  if (error.outcome != Outcome::ok) return error;
+  if (failed >= 0 || changed >= 0) {
+    // A rank that has failed is the cause, whoever has changed beside it: it has raised why.
+    error.outcome = Outcome::rank_failure;
+    error.peer = failed >= 0 ? failed : changed;
+    error.seen = failed >= 0 ? 0 : changes;
+    error.wanted = view.world;
+    return error;
+  }
   for (int32_t s = 1; s < view.world; ++s) {
     if (said.layer[s] == said.layer[0]) continue;
     error.outcome = Outcome::layer_mismatch;
@@ -138,7 +148,7 @@ __device__ ErrorRecord judge(const ExchangeParams& p, uint64_t epoch, const Said
   return error;
 }
 
-// Leaves C in shared memory, for the planner, and in p.counts.
+// Leaves C in shared memory, for the planner, and in plan.counts.
 __device__ void exchange(const ExchangeParams& p, uint64_t epoch, uint64_t unheard, int32_t experts,
                          int32_t* counts) {
   const RankView& view = p.view;
@@ -178,22 +188,34 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, uint64_t unhea
     const int32_t source = i / experts;
     counts[i] =
         use ? counts_of(count_row(view, view.rank, epoch, source))[i - source * experts] : 0;
-    p.counts[i] = counts[i];
+    p.plan.counts[i] = counts[i];
   }
   __syncthreads();
+}
+
+// The CTA beside the exchange, one thread.
+__device__ void ship_last_record(const ExchangeParams& p) {
+  allow_dependents();  // they come when the exchange allows it, too
+  if (p.behind_router == 0) await_prerequisites();
+  ship_record(p.view, p.records, state_of(p.view).exchanges++);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     exchange_kernel(const __grid_constant__ ExchangeParams p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<plan::Shared*>(shared_bytes);
+  if (blockIdx.x != 0) {
+    if (threadIdx.x == 0) ship_last_record(p);
+    return;
+  }
   await_prerequisites();  // the router, whose counts go out, and all of the call before
   State& state = state_of(p.view);
   const uint64_t epoch = state.epoch + 1;
   const uint64_t unheard = state.unheard;
   int32_t consumer_ctas = p.consumer_ctas;
+  uint64_t start_ns = 0;
   if (threadIdx.x == 0) {
-    state.exchange_start_ns = now_ns();
+    start_ns = now_ns();
     // Under way to the host's memory until the plan is made.
     if (p.wanted_ctas != nullptr)
       consumer_ctas = *static_cast<const volatile int32_t*>(p.wanted_ctas);
@@ -204,17 +226,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   planner.make();
   if (threadIdx.x != 0) return;
   const PlanSizes sizes = planner.sizes();
-  const bool fits = *p.plan.overflow == 0;
+  const bool fits = planner.fits();
   state.epoch = epoch;
   state.bands = fits ? sizes.bands : 0;
   state.chunks = fits ? sizes.chunks : 0;
   state.segments = fits ? sizes.segments : 0;
   state.consumer_ctas = max(consumer_ctas, 0);
-  state.layer = p.layer;
-  state.tokens = p.tokens;
-  state.rows = fits ? sizes.valid_rows : 0;
-  state.remote_rows = fits ? planner.remote_rows() : 0;
-  state.exchange_end_ns = now_ns();
+  if (p.records == nullptr) state.exchanges = epoch;
+  CallFacts& facts = half_at(p.view, epoch).facts;
+  facts.layer = p.layer;
+  facts.tokens = p.tokens;
+  facts.rows = fits ? sizes.valid_rows : 0;
+  facts.remote_rows = fits ? planner.remote_rows() : 0;
+  facts.router_start_ns = state.router_start_ns;
+  state.router_start_ns = 0;  // the next call may have no router of ours
+  facts.exchange_start_ns = start_ns;
+  facts.exchange_end_ns = now_ns();
+  facts.segments = state.segments;
+  facts.bands = state.bands;
+  facts.consumer_ctas = state.consumer_ctas;
   if (fits) return;
   // Peers follow their own plans and would wait for this rank's rows.
   state.outcome = Outcome::plan_overflow;
@@ -230,16 +260,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   tell_host(p.view, error);
 }
 
+__global__ void record_kernel(const __grid_constant__ RankView view, CallRecord* records) {
+  ship_record(view, records, state_of(view).epoch);
+}
+
 bool valid(const ExchangeParams& p) {
-  const PlanParams& plan = p.plan.params;
-  return p.view.world == plan.world && p.view.rank == plan.rank && plan.world >= 1 &&
-         plan.world <= kMaxWorld && plan.rank >= 0 && plan.rank < plan.world &&
-         plan.local_experts >= 1 && plan.local_experts <= kPlanMaxLocalExperts &&
-         plan.tile_m >= 1 && plan.bands_per_segment >= 1 && plan.local_tail_bands >= -1 &&
-         plan.chunk_rows >= 1 &&
-         (plan.layout == Layout::compact || plan.layout == Layout::aligned) &&
-         p.counts == p.plan.counts && p.tokens >= 0 &&
-         p.view.half_bytes >= half_bytes(p.plan.capacity.bands);
+  const RankView& view = p.view;
+  const PlanParams& params = p.plan.params;
+  if (!plan::valid(params)) return false;
+  const int64_t experts = int64_t{params.world} * params.local_experts;
+  return view.world == params.world && view.rank == params.rank && params.world <= kMaxWorld &&
+         count_row_bytes(experts) <= view.offsets.count_row_bytes && p.plan.counts != nullptr &&
+         (p.status != 0 || p.own_counts != nullptr) && p.tokens >= 0 &&
+         view.half_bytes >= half_bytes(p.plan.capacity.bands);
 }
 
 }  // namespace
@@ -252,9 +285,19 @@ int64_t tilemoe_half_bytes(int32_t max_bands) { return tilemoe::half_bytes(max_b
 int64_t tilemoe_state_bytes(int32_t max_bands) { return tilemoe::state_bytes(max_bands); }
 
 cudaError_t tilemoe_exchange_load() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, tilemoe::exchange::record_kernel);
+  if (error != cudaSuccess) return error;
   return cudaFuncSetAttribute(tilemoe::exchange::exchange_kernel,
                               cudaFuncAttributeMaxDynamicSharedMemorySize,
                               tilemoe::exchange::kDynamicLimit);
+}
+
+cudaError_t tilemoe_record_launch(const tilemoe::RankView* view, tilemoe::CallRecord* records,
+                                  cudaStream_t stream) {
+  using namespace tilemoe;
+  if (view == nullptr || view->state == nullptr || records == nullptr) return cudaErrorInvalidValue;
+  return launch(exchange::record_kernel, 1, 1, 0, stream, false, *view, records);
 }
 
 cudaError_t tilemoe_say_heard(const tilemoe::RankView* view, cudaStream_t stream) {
@@ -268,5 +311,6 @@ cudaError_t tilemoe_exchange_launch(const tilemoe::ExchangeParams* params, cudaS
   if (params == nullptr || !exchange::valid(*params)) return cudaErrorInvalidValue;
   const size_t bytes = plan::shared_bytes(params->plan.params);
   if (bytes > exchange::kDynamicLimit) return cudaErrorInvalidValue;
-  return launch(exchange::exchange_kernel, 1, exchange::kThreads, bytes, stream, true, *params);
+  const int64_t ctas = params->records != nullptr ? 2 : 1;
+  return launch(exchange::exchange_kernel, ctas, exchange::kThreads, bytes, stream, true, *params);
 }

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "../common/integers.h"
+#include "../common/warp.cuh"
 #include "plan_device.h"
 
 namespace tilemoe::plan {
@@ -18,17 +20,17 @@ constexpr int kWarps = kThreads / 32;
 // Shared memory. Arrays over experts are in schedule order where they say so.
 struct Shared {
   int32_t warp_sums[2][kWarps];
-  int32_t prefix[kThreads + 1];        // of the runs of a pass: segments before each
-  int32_t chunk_prefix[kThreads + 1];  // of the segments of a pass: chunks before each
+  int32_t prefix[kThreads];        // of the runs of a pass: segments before each
+  int32_t chunk_prefix[kThreads];  // of the segments of a pass: chunks before each
   int32_t segment_rows[kThreads];
-  int32_t row[kPlanMaxLocalExperts];       // by id
-  int32_t valid[kPlanMaxLocalExperts];     // by id
-  int32_t bands[kPlanMaxLocalExperts];     // by id
-  int32_t remote[kPlanMaxLocalExperts];    // by id
-  int32_t local[kPlanMaxLocalExperts];     // by id: bands without a remote row in the ids before
-  int32_t order[kPlanMaxLocalExperts];     // ids in schedule order
-  int32_t head[kPlanMaxLocalExperts + 1];  // schedule order: number of its first remote band
-  int32_t tail[kPlanMaxLocalExperts + 1];  // schedule order: number of its first held-back band
+  int32_t row[kPlanMaxLocalExperts];     // by id
+  int32_t valid[kPlanMaxLocalExperts];   // by id
+  int32_t bands[kPlanMaxLocalExperts];   // by id
+  int32_t remote[kPlanMaxLocalExperts];  // by id
+  int32_t local[kPlanMaxLocalExperts];   // by id: bands without a remote row in the ids before
+  int32_t order[kPlanMaxLocalExperts];   // ids in schedule order
+  int32_t head[kPlanMaxLocalExperts];    // schedule order: number of its first remote band
+  int32_t tail[kPlanMaxLocalExperts];    // schedule order: number of its first held-back band
   int32_t valid_rows;
   int32_t remote_rows;  // of the valid ones
   int32_t last_remote_band;
@@ -40,33 +42,16 @@ inline size_t shared_bytes(const PlanParams& p) {
   return sizeof(Shared) + sizeof(int32_t) * (p.world * experts + experts);
 }
 
-__device__ __forceinline__ int32_t ceil_div(int32_t value, int32_t by) {
-  return (value + by - 1) / by;
+inline bool valid(const PlanParams& p) {
+  return p.world >= 1 && p.rank >= 0 && p.rank < p.world && p.local_experts >= 1 &&
+         p.local_experts <= kPlanMaxLocalExperts && p.tile_m >= 1 && p.bands_per_segment >= 1 &&
+         p.local_tail_bands >= -1 && p.chunk_rows >= 1 &&
+         (p.layout == Layout::compact || p.layout == Layout::aligned);
 }
 
-// Inclusive prefix sum over the lanes of a warp.
-__device__ __forceinline__ int32_t warp_scan(int32_t value) {
-  const int lane = threadIdx.x % 32;
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t below = __shfl_up_sync(0xffffffffu, value, step);
-    if (lane >= step) value += below;
-  }
-  return value;
-}
-
-// Sum over the threads before this one; *total over all. `turn` picks one of two scratch rows: two
-// scans in a row with different turns need no barrier between them.
-__device__ __forceinline__ int32_t block_scan(Shared& shared, int turn, int32_t value,
-                                              int32_t* total) {
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int32_t inside = warp_scan(value);
-  if (lane == 31) shared.warp_sums[turn][warp] = inside;
-  __syncthreads();
-  const int32_t sums = warp_scan(shared.warp_sums[turn][lane]);
-  *total = __shfl_sync(0xffffffffu, sums, 31);
-  const int32_t before = __shfl_sync(0xffffffffu, sums, (warp + 31) % 32);
-  return inside - value + (warp > 0 ? before : 0);
+// Sum over the threads before this one; *total over all. Two scans in a row have different turns.
+__device__ __forceinline__ int32_t scan(Shared& shared, int turn, int32_t value, int32_t* total) {
+  return cta_scan<kThreads>(value, shared.warp_sums[turn], total);
 }
 
 // Last i < length with prefix[i] <= at: the nonempty piece that holds element `at`.
@@ -102,7 +87,8 @@ struct Cut {
 struct Cuts {
   int32_t from;
   int32_t to;
-  int32_t joined_to;  // [from + has_first, joined_to) is cut every bands_per_segment
+  int32_t joined_to;  // [from + has_first, joined_to) is cut every `step`
+  int32_t step;       // bands_per_segment, but at most the run's: no sum with it overflows
   int32_t has_first;
   int32_t joined;
   int32_t count;
@@ -113,14 +99,15 @@ struct Cuts {
     has_first = run.first_band + from == 0 ? 1 : 0;
     const bool has_last = run.first_band + to - 1 == last_remote_band && to - from > has_first;
     joined_to = has_last ? to - 1 : to;
-    joined = ceil_div(joined_to - from - has_first, p.bands_per_segment);
+    step = min(p.bands_per_segment, to - from);
+    joined = ceil_div(joined_to - from - has_first, step);
     count = has_first + joined + (has_last ? 1 : 0);
   }
-  __device__ Cut at(int32_t i, int32_t bands_per_segment) const {
+  __device__ Cut at(int32_t i) const {
     if (i < has_first) return {from, from + 1};
     if (i - has_first == joined) return {to - 1, to};
-    const int32_t begin = from + has_first + (i - has_first) * bands_per_segment;
-    return {begin, min(begin + bands_per_segment, joined_to)};
+    const int32_t begin = from + has_first + (i - has_first) * step;
+    return {begin, min(begin + step, joined_to)};
   }
 };
 
@@ -148,14 +135,14 @@ class Planner {
     number_bands();
     write_bands();
     write_segments();
-    if (threadIdx.x == 0) {
-      *k_.sizes = sizes_;
-      *k_.overflow = sizes_.rows > k_.capacity.rows || sizes_.bands > k_.capacity.bands ||
-                     sizes_.segments > k_.capacity.segments || sizes_.chunks > k_.capacity.chunks;
-    }
   }
 
+  // The same in all threads, behind make().
   __device__ const PlanSizes& sizes() const { return sizes_; }
+  __device__ bool fits() const {
+    return sizes_.rows <= k_.capacity.rows && sizes_.bands <= k_.capacity.bands &&
+           sizes_.segments <= k_.capacity.segments && sizes_.chunks <= k_.capacity.chunks;
+  }
   __device__ int32_t remote_rows() const { return s_.remote_rows; }
 
  private:
@@ -194,9 +181,9 @@ class Planner {
       const int32_t bands = ceil_div(end, p_.tile_m);
       const int32_t through = warp_scan(bands * p_.tile_m);
       const int32_t row = first_row + through - bands * p_.tile_m;
-      first_row += __shfl_sync(0xffffffffu, through, 31);
+      first_row += __shfl_sync(kAllLanes, through, 31);
       const int32_t local_through = local_bands + warp_scan(bands - remote);
-      local_bands = __shfl_sync(0xffffffffu, local_through, 31);
+      local_bands = __shfl_sync(kAllLanes, local_through, 31);
       if (!here) continue;
       k_.view.dispatch_row[rank * p_.local_experts + local] = row + my_run;
       if (!own) continue;
@@ -213,9 +200,9 @@ class Planner {
         at += room(count(owner, rank, local));
       }
     }
-    owed = __reduce_add_sync(0xffffffffu, owed);
-    valid_rows = __reduce_add_sync(0xffffffffu, valid_rows);
-    local_rows = __reduce_add_sync(0xffffffffu, local_rows);
+    owed = __reduce_add_sync(kAllLanes, owed);
+    valid_rows = __reduce_add_sync(kAllLanes, valid_rows);
+    local_rows = __reduce_add_sync(kAllLanes, local_rows);
     if (lane != 0) return;
     k_.view.arrival_target[rank] = own ? 0 : owed;
     if (own) {
@@ -236,7 +223,7 @@ class Planner {
       const int32_t rows = here ? s_.counts[owner * experts_ + expert] : 0;
       const int32_t through = warp_scan(rows);
       const int32_t row = first_row + through - rows;
-      first_row += __shfl_sync(0xffffffffu, through, 31);
+      first_row += __shfl_sync(kAllLanes, through, 31);
       if (!here) continue;
       if (owner == p_.rank) k_.view.recv_row[expert] = row;
       const int32_t local = expert - first_own;
@@ -270,12 +257,12 @@ class Planner {
     const int32_t remote = here ? s_.remote[id] : 0;
     const int32_t local = here ? s_.bands[id] - remote : 0;
     int32_t all_local, heads, tails, all_remote;
-    const int32_t local_before = block_scan(s_, 0, local, &all_local);
+    const int32_t local_before = scan(s_, 0, local, &all_local);
     const int32_t tail = p_.local_tail_bands < 0 ? all_local : min(p_.local_tail_bands, all_local);
     const int32_t kept = min(max(all_local - tail - local_before, 0), local);
-    const int32_t head = block_scan(s_, 1, remote + kept, &heads);
-    const int32_t back = block_scan(s_, 0, local - kept, &tails);
-    block_scan(s_, 1, remote, &all_remote);
+    const int32_t head = scan(s_, 1, remote + kept, &heads);
+    const int32_t back = scan(s_, 0, local - kept, &tails);
+    scan(s_, 1, remote, &all_remote);
     if (here) {
       s_.head[i] = head;
       s_.tail[i] = heads + back;
@@ -356,7 +343,7 @@ class Planner {
         if (run.rows > 0) cuts = Cuts(run, p_, s_.last_remote_band).count;
       }
       int32_t pass_segments;
-      s_.prefix[threadIdx.x] = block_scan(s_, 0, cuts, &pass_segments);
+      s_.prefix[threadIdx.x] = scan(s_, 0, cuts, &pass_segments);
       __syncthreads();
       for (int32_t first = 0; first < pass_segments; first += kThreads) {
         write_segment_pass(first_run, first, pass_segments);
@@ -373,8 +360,7 @@ class Planner {
       const int32_t in_pass = first + threadIdx.x;
       const int32_t slot = find_piece(s_.prefix, kThreads, in_pass);
       const Run run = run_at(first_run + slot);
-      const Cut cut =
-          Cuts(run, p_, s_.last_remote_band).at(in_pass - s_.prefix[slot], p_.bands_per_segment);
+      const Cut cut = Cuts(run, p_, s_.last_remote_band).at(in_pass - s_.prefix[slot]);
       const int32_t from_row = max(run.begin, cut.from * p_.tile_m);
       const int32_t rows = min(run.begin + run.rows, cut.to * p_.tile_m) - from_row;
       const int64_t recv_row = recv_row_[run.owner * p_.local_experts + run.expert];
@@ -390,7 +376,7 @@ class Planner {
       chunks = ceil_div(rows, p_.chunk_rows);
     }
     int32_t pass_chunks;
-    s_.chunk_prefix[threadIdx.x] = block_scan(s_, 1, chunks, &pass_chunks);
+    s_.chunk_prefix[threadIdx.x] = scan(s_, 1, chunks, &pass_chunks);
     __syncthreads();
     for (int32_t i = threadIdx.x; i < pass_chunks; i += kThreads) {
       const int32_t slot = find_piece(s_.chunk_prefix, here, i);

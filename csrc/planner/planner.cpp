@@ -6,12 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "../common/integers.h"
+
 namespace tilemoe {
 namespace {
 
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-
-int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 [[noreturn]] void refuse(const std::string& name, int64_t got, const std::string& wanted) {
   throw std::invalid_argument(name + ": got " + std::to_string(got) + ", wanted " + wanted);
@@ -316,7 +316,7 @@ class Planner {
 
   // Cuts a segment as evenly as it goes, longer chunks first.
   Chunk* put_chunks(int32_t segment, int32_t rows, Chunk* out) const {
-    const int32_t chunks = (rows - 1) / params_.chunk_rows + 1;
+    const int32_t chunks = ceil_div(rows, params_.chunk_rows);
     const int32_t size = rows / chunks;
     const int32_t longer = rows % chunks;
     int32_t row = 0;

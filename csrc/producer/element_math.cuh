@@ -1,28 +1,21 @@
 // What the producer's epilogue does to single values: conversions and activations.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cutlass/numeric_types.h>
 
+#include "../common/pairs.cuh"
 #include "producer.h"
 
-namespace tilemoe::producer {
+namespace tilemoe {
 
-__device__ __forceinline__ uint32_t pack(cutlass::bfloat16_t, float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ uint32_t pack(cutlass::half_t, float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ float2 unpack(cutlass::bfloat16_t, uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-}
-__device__ __forceinline__ float2 unpack(cutlass::half_t, uint32_t pair) {
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
-}
+template <>
+struct Pair<cutlass::bfloat16_t> : Pair<__nv_bfloat16> {};
+template <>
+struct Pair<cutlass::half_t> : Pair<__half> {};
+
+}  // namespace tilemoe
+
+namespace tilemoe::producer {
 
 __device__ __forceinline__ float relu(float x) {
   return x < 0.0f ? 0.0f : x;  // keeps NaN, as torch does

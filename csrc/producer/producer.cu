@@ -91,9 +91,7 @@ cudaError_t tilemoe_producer_launch(const ProducerParams* params, ProducerKind k
     return cudaErrorInvalidValue;
   }
   const tilemoe::ShipParams& ship = params->ship;
-  if (params->drain != 0 &&
-      (ship.view.state == nullptr || ship.view.world > tilemoe::kMaxWorld || ship.n_tiles < 1 ||
-       ship.row_bytes <= 0 || ship.row_bytes % 16 != 0 || params->band_flags == nullptr)) {
+  if (params->drain != 0 && (!tilemoe::valid(ship) || params->band_flags == nullptr)) {
     return cudaErrorInvalidValue;
   }
   const tilemoe::DispatchParams& dispatch = params->dispatch;

@@ -6,6 +6,7 @@
 #include "place.cuh"
 #include "select.cuh"
 #include "split.h"
+#include "widen.h"
 
 namespace tilemoe::router {
 namespace {
@@ -101,10 +102,6 @@ const Kernels& kernels_for(int32_t experts) {
   return kByColumns[i];
 }
 
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
-int32_t ceil_div(int32_t value, int32_t by) { return value / by + (value % by != 0 ? 1 : 0); }
-
 // Without outputs and scratch.
 Work cut(int32_t tokens, int32_t experts) {
   Work w{};
@@ -167,7 +164,7 @@ Work work_of(const RouterParams& r) {
 }  // namespace
 }  // namespace tilemoe::router
 
-int64_t tilemoe_places_scratch_bytes(int32_t tokens, int32_t, int32_t experts) {
+int64_t tilemoe_places_scratch_bytes(int32_t tokens, int32_t experts) {
   using namespace tilemoe::router;
   return rows_bytes(cut(tokens, experts));
 }
@@ -199,6 +196,7 @@ cudaError_t tilemoe_router_load() {
   if (error == cudaSuccess) error = load(select_kernel, sizeof(Selection));
   if (error == cudaSuccess) error = load(finish_kernel, 0);
   if (error == cudaSuccess) error = load_split();
+  if (error == cudaSuccess) error = load_widen();
   return error;
 }
 
@@ -236,6 +234,6 @@ cudaError_t tilemoe_router_launch(const tilemoe::RouterParams* params, cudaStrea
   error =
       tilemoe::launch(select_kernel, experts, kSelectThreads, sizeof(Selection), stream, true, w);
   if (error != cudaSuccess) return error;
-  return tilemoe::launch(finish_kernel, ceil_div(tokens, kSelectThreads), kSelectThreads, 0, stream,
-                         true, w);
+  return tilemoe::launch(finish_kernel, tilemoe::ceil_div(tokens, kSelectThreads), kSelectThreads,
+                         0, stream, true, w);
 }

@@ -54,7 +54,7 @@ struct RouterParams {
 
 extern "C" {
 
-int64_t tilemoe_places_scratch_bytes(int32_t tokens, int32_t topk, int32_t experts);
+int64_t tilemoe_places_scratch_bytes(int32_t tokens, int32_t experts);
 int64_t tilemoe_router_scratch_bytes(int32_t tokens, int32_t topk, int32_t experts);
 
 // Loads the kernels of the current device: once, at start-up.

@@ -12,7 +12,7 @@ constexpr int kBins = 2048;
 // Shared memory.
 struct Selection {
   int32_t bins[kBins];
-  int32_t sums[kSelectThreads / 32];
+  int32_t sums[2][kSelectThreads / 32];  // scans take turns
   int32_t digit;
   int32_t above;
 };
@@ -45,7 +45,7 @@ __device__ inline Cut find_cut(const Candidate* candidates, int32_t count, int32
     int32_t sum = 0;
     for (int32_t i = 0; i < each; ++i) sum += s.bins[top - i];
     int32_t all;
-    int32_t above = cta_scan<kSelectThreads>(sum, s.sums, &all);
+    int32_t above = cta_scan<kSelectThreads>(sum, s.sums[0], &all);
     if (above < keep && keep <= above + sum) {
       int32_t digit = top;
       while (above + s.bins[digit] < keep) above += s.bins[digit--];
@@ -81,7 +81,8 @@ __device__ inline void select_routes(const Work& w, int32_t expert, Selection& s
     const bool is_equal = i < count && mine.key == cut.key;
     int32_t all;  // two sums in one, neither above kSelectThreads
     const int32_t both = (is_equal ? 0x10000 : 0) + (is_greater ? 1 : 0);
-    const int32_t earlier = cta_scan<kSelectThreads>(both, s.sums, &all);
+    const int32_t turn = chunk / kSelectThreads % 2;
+    const int32_t earlier = cta_scan<kSelectThreads>(both, s.sums[turn], &all);
     const int32_t greater_before = greater + (earlier & 0xffff);
     const int32_t equal_before = equal + (earlier >> 16);
     greater += all & 0xffff;

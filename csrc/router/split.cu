@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "../common/integers.h"
 #include "../common/launch.cuh"
 #include "split.h"
 
@@ -43,7 +44,7 @@ cudaError_t tilemoe_split_launch(const float* weights, void* parts, int64_t coun
                                  cudaStream_t stream) {
   using namespace tilemoe::router;
   if (weights == nullptr || parts == nullptr || count < 1) return cudaErrorInvalidValue;
-  const int64_t ctas = std::min<int64_t>((count + kThreads - 1) / kThreads, kMaxCtas);
+  const int64_t ctas = std::min<int64_t>(tilemoe::ceil_div(count, kThreads), kMaxCtas);
   return tilemoe::launch(split_kernel, ctas, kThreads, 0, stream, false, weights,
                          static_cast<__nv_bfloat16*>(parts), count);
 }

@@ -1,4 +1,4 @@
-// How the router's work is cut, its scratch, and sums over the threads of a CTA.
+// How the router's work is cut, and its scratch.
 //
 // Tokens go to CTAs in equal blocks of consecutive ones. A CTA counts its routes to each expert
 // (choose.cuh), and the counts of all CTAs before it say where its own routes stand (place.cuh). Of
@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "../common/integers.h"
+#include "../common/warp.cuh"
 #include "router.h"
 
 namespace tilemoe::router {
@@ -17,7 +19,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxCtas = 128;      // every CTA reads the counts of all
 constexpr int kChunkTokens = 64;   // bits of a mark
 constexpr int kOneCtaTokens = 16;  // up to here one launch of one CTA does it all
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int32_t kNoLimit = INT32_MAX;
 constexpr float kEpsilon = 1.1920928955078125e-07f;  // torch.finfo(torch.float32).eps
 
@@ -69,32 +70,6 @@ __device__ __forceinline__ float value_of(uint32_t key) {
 // A kept route's weight; DeepSpeed renormalises where k > 1.
 __device__ __forceinline__ float normalise(float gate, double kept_gates) {
   return gate / fmaxf(static_cast<float>(kept_gates), kEpsilon);
-}
-
-// Inclusive prefix sum over the lanes of a warp.
-__device__ __forceinline__ int32_t warp_scan(int32_t value) {
-  const int lane = threadIdx.x % 32;
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t below = __shfl_up_sync(kAllLanes, value, step);
-    if (lane >= step) value += below;
-  }
-  return value;
-}
-
-// Sum over the threads before this one, of a CTA of kCtaThreads; *total over all.
-// sums: one word a warp, free again at return.
-template <int kCtaThreads>
-__device__ __forceinline__ int32_t cta_scan(int32_t value, int32_t* sums, int32_t* total) {
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int32_t inside = warp_scan(value);
-  if (lane == 31) sums[warp] = inside;
-  __syncthreads();
-  const int32_t of_warps = warp_scan(lane < kCtaThreads / 32 ? sums[lane] : 0);
-  *total = __shfl_sync(kAllLanes, of_warps, 31);
-  const int32_t before = __shfl_sync(kAllLanes, of_warps, (warp + 31) % 32);
-  __syncthreads();
-  return inside - value + (warp > 0 ? before : 0);
 }
 
 }  // namespace tilemoe::router

@@ -1,11 +1,7 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstddef>
-#include <cstring>
-
 #include "../common/launch.cuh"
+#include "../common/pairs.cuh"
 #include "../common/wait.cuh"
+#include "../common/warp.cuh"
 #include "scale.h"
 
 namespace tilemoe::scale {
@@ -17,22 +13,6 @@ constexpr int kCtasPerSm = 2;  // more would spill
 constexpr int kRowsAtOnce = 2;
 constexpr int kVectors = 4;  // of 16 bytes that a lane has of each row of a slice
 constexpr int kSliceColumns = 32 * 8 * kVectors;
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
-__device__ __forceinline__ float2 to_floats(__nv_bfloat16, uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-}
-__device__ __forceinline__ float2 to_floats(__half, uint32_t pair) {
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
-}
-__device__ __forceinline__ uint32_t to_pair(__nv_bfloat16, float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ uint32_t to_pair(__half, float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
 
 // All threads of a CTA: true once every row that this rank needs is here.
 __device__ bool await_rows(const ScaleParams& p, uint64_t epoch) {
@@ -72,68 +52,6 @@ __device__ int32_t finish(Half& half, bool good) {
   __syncthreads();
   const uint32_t all = before + own;
   return all % kWithout == gridDim.x ? static_cast<int32_t>(all / kWithout) : -1;
-}
-
-// Times of a record: 0 where there is none.
-__device__ __forceinline__ int64_t since(uint64_t begin_ns, uint64_t time_ns) {
-  return begin_ns == 0 || time_ns == 0 ? 0 : static_cast<int64_t>(time_ns - begin_ns);
-}
-
-// One thread, while others sum: all of the record but its scale_end and epoch. It waits for the
-// rank's own rows to be shipped, because its consumer may still be at that, unless nobody counts
-// it.
-__device__ void write_record(const ScaleParams& p, uint64_t epoch, uint64_t arrival_ns) {
-  const State& state = state_of(p.view);
-  const Half& half = half_at(p.view, epoch);
-  while (p.uncounted == 0 &&
-         read_count(&half.chunks_shipped) != static_cast<uint32_t>(state.chunks) &&
-         now_ns() - arrival_ns < static_cast<uint64_t>(p.view.wait_timeout_ns) &&
-         !group_failed(p.view)) {
-  }
-  fence_system();  // behind the slot's taking back and what shippers counted
-  const volatile Half& seen = half;
-  const uint64_t call_ns = state.exchange_start_ns;
-  const uint64_t down_ns = seen.start_ns;
-  CallRecord record{};
-  record.iteration.first_segment_ready = since(down_ns, seen.first_ready_ns);
-  record.iteration.producer_end = since(down_ns, seen.end_ns);
-  record.iteration.last_put = since(down_ns, seen.last_put_ns);
-  record.iteration.last_arrival = since(down_ns, arrival_ns);
-  record.iteration.segments = state.segments;
-  record.iteration.backlog_at_producer_end = p.uncounted == 0 ? seen.backlog : 0;
-  record.iteration.chunks_drained = seen.chunks_drained;
-  record.iteration.idle_spins = static_cast<int64_t>(seen.idle_spins);
-  record.iteration.epoch = static_cast<int64_t>(epoch);
-  record.times.router_start = since(call_ns, state.router_start_ns);
-  record.times.exchange_end = since(call_ns, state.exchange_end_ns);
-  record.times.front_start = since(call_ns, seen.front_start_ns);
-  record.times.front_end = since(call_ns, seen.front_end_ns);
-  record.times.down_start = since(call_ns, down_ns);
-  record.times.down_end = since(call_ns, seen.end_ns);
-  record.times.last_arrival = since(call_ns, arrival_ns);
-  record.layer = state.layer;
-  record.tokens = state.tokens;
-  record.rows = state.rows;
-  record.remote_rows = state.remote_rows;
-  record.consumer_ctas = state.consumer_ctas;
-  record.bands = state.bands;
-  static_assert(offsetof(CallRecord, epoch) == sizeof(CallRecord) - sizeof(uint64_t));
-  constexpr int kWords = sizeof(CallRecord) / sizeof(uint64_t) - 1;
-  uint64_t words[kWords];
-  memcpy(words, &record, sizeof(words));
-  volatile uint64_t* const slot =
-      reinterpret_cast<volatile uint64_t*>(&p.records[epoch % kCallRecords]);
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) slot[i] = words[i];
-  fence_system();  // while others sum, so that the one in front of the epoch is short
-}
-
-// The thread of the last CTA that has counted it.
-__device__ void close_record(const ScaleParams& p, uint64_t epoch, uint64_t call_ns) {
-  fence_system();  // behind the rest of the record and the slot's taking back
-  CallRecord& slot = p.records[epoch % kCallRecords];
-  *static_cast<volatile int64_t*>(&slot.times.scale_end) = since(call_ns, now_ns());
-  publish_ready(&slot.epoch, epoch);
 }
 
 // A lane's route of a token, and where the run begins that holds its row.
@@ -205,7 +123,7 @@ __device__ __forceinline__ void add_rows(Sums& sums, const uint4* row, float wei
         const uint32_t pairs[4] = {values[j][v].x, values[j][v].y, values[j][v].z, values[j][v].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 pair = to_floats(E{}, pairs[i]);
+          const float2 pair = unpack(E{}, pairs[i]);
           sums[v][2 * i] = __fadd_rn(sums[v][2 * i], __fmul_rn(w, pair.x));
           sums[v][2 * i + 1] = __fadd_rn(sums[v][2 * i + 1], __fmul_rn(w, pair.y));
         }
@@ -214,19 +132,34 @@ __device__ __forceinline__ void add_rows(Sums& sums, const uint4* row, float wei
   }
 }
 
-// All warps of CTA `cta` of `ctas`, an item = a slice of a token at a time. Where the rows of the
-// item after next and of the next one lie is on its way while an item is summed.
-template <class E>
-__device__ void sum_tokens(const ScaleParams& p, int32_t cta, int32_t ctas) {
+// What a lane knows of its warp's next items: where the rows of the next one lie, and the routes of
+// the one after.
+struct Ahead {
+  Place next;
+  Route after;
+};
+
+// Of the warp's first items.
+__device__ __forceinline__ Ahead look_ahead(const ScaleParams& p) {
   const int lane = threadIdx.x % 32;
-  const int32_t slices = (p.n + kSliceColumns - 1) / kSliceColumns;
+  const int32_t slices = ceil_div(p.n, kSliceColumns);
+  const int32_t warps = static_cast<int32_t>(gridDim.x) * kWarps;
+  const int32_t item = static_cast<int32_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  return {find_run(p, load_route(p, item / slices, lane)),
+          load_route(p, (item + warps) / slices, lane)};
+}
+
+// All warps, an item = a slice of a token at a time.
+template <class E>
+__device__ void sum_tokens(const ScaleParams& p, const Ahead& first) {
+  const int lane = threadIdx.x % 32;
+  const int32_t slices = ceil_div(p.n, kSliceColumns);
   const int32_t items = p.tokens * slices;
-  const int32_t warps = ctas * kWarps;
+  const int32_t warps = static_cast<int32_t>(gridDim.x) * kWarps;
   const int32_t row_vectors = p.n / 8;
   const std::byte* const recv = p.view.blocks[p.view.rank] + p.view.offsets.recv;
-  int32_t item = cta * kWarps + threadIdx.x / 32;
-  Place next = find_run(p, load_route(p, item / slices, lane));
-  Route after = load_route(p, (item + warps) / slices, lane);
+  int32_t item = static_cast<int32_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  auto [next, after] = first;
   for (; item < items; item += warps) {
     const Place place = next;
     next = find_run(p, after);
@@ -245,9 +178,8 @@ __device__ void sum_tokens(const ScaleParams& p, int32_t cta, int32_t ctas) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (column + 32 * v >= row_vectors) continue;
-      y[column + 32 * v] = {
-          to_pair(E{}, sums[v][0], sums[v][1]), to_pair(E{}, sums[v][2], sums[v][3]),
-          to_pair(E{}, sums[v][4], sums[v][5]), to_pair(E{}, sums[v][6], sums[v][7])};
+      y[column + 32 * v] = {pack(E{}, sums[v][0], sums[v][1]), pack(E{}, sums[v][2], sums[v][3]),
+                            pack(E{}, sums[v][4], sums[v][5]), pack(E{}, sums[v][6], sums[v][7])};
     }
   }
 }
@@ -255,7 +187,7 @@ __device__ void sum_tokens(const ScaleParams& p, int32_t cta, int32_t ctas) {
 // All threads of CTA `cta` of `ctas`.
 template <class E>
 __device__ void fill_nan(const ScaleParams& p, int32_t cta, int32_t ctas) {
-  const uint32_t nan = to_pair(E{}, __int_as_float(0x7fc00000), __int_as_float(0x7fc00000));
+  const uint32_t nan = pack(E{}, __int_as_float(0x7fc00000), __int_as_float(0x7fc00000));
   const int64_t vectors = int64_t{p.tokens} * (p.n / 8);
   for (int64_t i = int64_t{cta} * kThreads + threadIdx.x; i < vectors;
        i += int64_t{ctas} * kThreads) {
@@ -263,42 +195,35 @@ __device__ void fill_nan(const ScaleParams& p, int32_t cta, int32_t ctas) {
   }
 }
 
-// With records CTA 0 does not sum: it writes the call's.
 template <class E>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     scale_kernel(const __grid_constant__ ScaleParams p) {
-  State& state = state_of(p.view);
-  const uint64_t epoch = state.epoch;
-  const int32_t recorders = p.records != nullptr ? 1 : 0;
-  const int32_t cta = static_cast<int32_t>(blockIdx.x) - recorders;
-  const int32_t ctas = static_cast<int32_t>(gridDim.x) - recorders;
-  __shared__ uint64_t call_ns;  // at hand when the last CTA wants it
-  if (threadIdx.x == 0) {
-    call_ns = state.exchange_start_ns;
-    if (cta < 0) take_back(&p.records[epoch % kCallRecords].epoch);
-  }
+  const uint64_t epoch = state_of(p.view).epoch;
+  Half& half = half_at(p.view, epoch);
+  const int32_t cta = static_cast<int32_t>(blockIdx.x);
+  const int32_t ctas = static_cast<int32_t>(gridDim.x);
+  const Ahead ahead = look_ahead(p);  // routes and plan were there when GEMM 2 began
   const bool good = await_rows(p, epoch);
-  if (cta < 0) {
-    if (threadIdx.x == 0) write_record(p, epoch, now_ns());
-  } else if (good) {
-    sum_tokens<E>(p, cta, ctas);
+  if (cta == 0 && threadIdx.x == 0) half.last_arrival_ns = now_ns();
+  if (good) {
+    sum_tokens<E>(p, ahead);
   } else {
     fill_nan<E>(p, cta, ctas);
   }
-  const int32_t without = finish(half_at(p.view, epoch), good);
+  const int32_t without = finish(half, good);
   if (without < 0) return;
   if (without > 0) {
     // Some CTAs may have looked before the group failed, and have summed: no output is NaN in part.
     if (threadIdx.x == 0) fence_gpu();
     __syncthreads();
-    if (without < static_cast<int32_t>(gridDim.x)) fill_nan<E>(p, 0, 1);
+    if (without < ctas) fill_nan<E>(p, 0, 1);
     if (threadIdx.x == 0 && group_failed(p.view)) {
       tell_host(p.view, failure_of(p.view, p.view.rank).record);
     }
   }
   if (threadIdx.x != 0) return;
-  state.router_start_ns = 0;  // the next call may have no router of ours
-  if (recorders > 0) close_record(p, epoch, call_ns);
+  if (p.uncounted != 0) half.backlog = 0;
+  half.scale_end_ns = now_ns();
 }
 
 struct Device {
@@ -338,8 +263,7 @@ cudaError_t tilemoe_scale_launch(const tilemoe::ScaleParams* params, cudaStream_
       params->local_experts < 1) {
     return cudaErrorInvalidValue;
   }
-  const int64_t items =
-      int64_t{params->tokens} * ((params->n + scale::kSliceColumns - 1) / scale::kSliceColumns);
+  const int64_t items = int64_t{params->tokens} * ceil_div(params->n, scale::kSliceColumns);
   if (items > INT32_MAX - (1 << 20)) return cudaErrorInvalidValue;  // room for strides
   // All GPUs of a process are alike: the first device asked speaks for all.
   static const scale::Device device = [] {
@@ -349,13 +273,11 @@ cudaError_t tilemoe_scale_launch(const tilemoe::ScaleParams* params, cudaStream_
   }();
   if (device.sms == 0) return cudaErrorInitializationError;
   const bool bf16 = params->dtype == Dtype::bfloat16;
-  int64_t ctas = (items + scale::kWarps - 1) / scale::kWarps;
+  int64_t ctas = ceil_div(items, scale::kWarps);
   const int64_t fit = int64_t{device.sms} * device.ctas_per_sm[bf16 ? 0 : 1];
   const int64_t most = params->max_ctas > 0 && params->max_ctas < fit ? params->max_ctas : fit;
-  if (params->records != nullptr) ++ctas;
   if (ctas > most) ctas = most;
-  const int64_t least = params->records != nullptr ? 2 : 1;
-  if (ctas < least) ctas = least;
+  if (ctas < 1) ctas = 1;
   const auto kernel = bf16 ? scale::scale_kernel<__nv_bfloat16> : scale::scale_kernel<__half>;
   return launch(kernel, ctas, scale::kThreads, 0, stream, true, *params);
 }

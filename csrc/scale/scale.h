@@ -22,15 +22,14 @@ struct ScaleParams {
   const int64_t* run_row;     // of the plan
   const int64_t* arrival_target;
   const int64_t* recv_row;
-  const void* rows;     // GEMM 2 output [layout rows, N]
-  void* y;              // [T, N]
-  CallRecord* records;  // [kCallRecords], page-locked host memory as the device sees it; or null
-  int32_t tokens;       // T
-  int32_t topk;         // K
-  int32_t n;            // N, a multiple of 8
+  const void* rows;  // GEMM 2 output [layout rows, N]
+  void* y;           // [T, N]
+  int32_t tokens;    // T
+  int32_t topk;      // K
+  int32_t n;         // N, a multiple of 8
   int32_t local_experts;
   Dtype dtype;
-  int32_t max_ctas;   // 0 = as many as fit; fewer where ranks share a GPU
+  int32_t max_ctas;   // 0 = as many as fit; checks only: fewer, where ranks share a GPU
   int32_t uncounted;  // 1: this rank's rows go by copy engines, which count no chunks
 };
 

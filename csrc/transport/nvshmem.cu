@@ -6,6 +6,7 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
+#include "../common/launch.cuh"
 #include "transport.cuh"
 #include "transport.h"
 
@@ -73,7 +74,6 @@ cudaError_t tilemoe_transport_test_put(void* destination, const void* source, in
   if (destination == nullptr || source == nullptr || word == nullptr || bytes < 0) {
     return cudaErrorInvalidValue;
   }
-  tilemoe::transport::test_put_kernel<<<1, tilemoe::transport::kTestThreads, 0, stream>>>(
-      destination, source, bytes, word, rank);
-  return cudaGetLastError();
+  return tilemoe::launch(tilemoe::transport::test_put_kernel, 1, tilemoe::transport::kTestThreads,
+                         0, stream, false, destination, source, bytes, word, rank);
 }

@@ -18,7 +18,8 @@ namespace tilemoe::transport {
 __device__ void put(void* destination, const void* source, int64_t bytes, int32_t rank);
 
 // Waits until all puts that this CTA has started are performed where they went. One thread calls
-// it, behind a CTA barrier.
+// it, behind a CTA barrier. Unlike every other wait of a kernel for another rank it has no deadline
+// (the library has no quiet with one): it ends when the puts do, and no failure word ends it.
 __device__ void quiet();
 
 // Adds to `rank`'s copy of the symmetric arrival word; the thread that called quiet() calls it, so

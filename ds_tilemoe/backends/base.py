@@ -12,10 +12,13 @@ from typing import Protocol
 
 import torch
 
+from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.cost_model import Choice
 from ds_tilemoe.errors import TileMoEError
 from ds_tilemoe.routing import Routing
 from ds_tilemoe.stats import IterationStats
+
+AUTO_TILE_M = {"cpu": 16, "cuda": 128}  # by name of the backend; on CUDA the only one
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,11 @@ class Backend(Protocol):
     def failure(self) -> str:
         """The first cause that made the heap unusable, or "". On CUDA it waits for the device."""
         ...
+
+
+def bands_per_segment(config: TileOverlapConfig) -> int:
+    """The setting; "auto" is 1, as stores into mapped memory gain nothing by more."""
+    return 1 if config.bands_per_segment == "auto" else config.bands_per_segment
 
 
 def local_problem(

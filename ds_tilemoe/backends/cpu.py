@@ -15,9 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_tilemoe.backends.base import Expert, LayerShape, local_problem
+from ds_tilemoe.backends.base import (
+    AUTO_TILE_M,
+    Expert,
+    LayerShape,
+    bands_per_segment,
+    local_problem,
+)
 from ds_tilemoe.config import TileOverlapConfig
-from ds_tilemoe.config_block import MAX_CPU_CONSUMERS
+from ds_tilemoe.config_block import MAX_CPU_CONSUMERS, without_unused
 from ds_tilemoe.controller import Controller, Limits, observation
 from ds_tilemoe.cost_model import ALL_TAIL_WAVES, Choice, Machine, Work
 from ds_tilemoe.errors import CapacityError, DeadlineError, RankFailure, TileMoEError
@@ -29,12 +35,12 @@ from ds_tilemoe.symmetric_heap import (
     SymmetricHeap,
     gather,
     group_timeout_s,
+    in_step,
     open_heap,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_TILE_M = 16
 _CHUNK_BYTES = 128 * 1024
 _LAYOUTS = {"auto": 0, "compact": 0, "aligned": 1}
 _MOVERS = {"auto": 0, "sm": 0, "none": 1, "sequential": 2}
@@ -78,7 +84,7 @@ class CpuBackend:
         self.world = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.config = config
-        self.tile_m = _TILE_M if config.tile_m == "auto" else config.tile_m
+        self.tile_m = AUTO_TILE_M["cpu"] if config.tile_m == "auto" else config.tile_m
         self.mover: str = config.mover
         self.last_stats: IterationStats | None = None
         self.last_choice: Choice | None = None
@@ -93,8 +99,8 @@ class CpuBackend:
 
     # -- heap -------------------------------------------------------------------------------
 
-    def ensure(self, shapes: Sequence[LayerShape], max_tokens: int) -> None:
-        """See ``Backend.ensure``."""
+    def ensure(self, shapes: Sequence[LayerShape], max_tokens: int, together: bool = True) -> None:
+        """See ``Backend.ensure``; here a group needs nobody for its memory."""
         self._demand_own_process("ensure()")
         wanted = self._heap_shape(shapes, max_tokens)
         heap = None if self._heap is None or self.failure() else self._heap
@@ -109,19 +115,24 @@ class CpuBackend:
             return
         self._heap = self._rank = heap = None  # the old region goes before the new one comes
         bounds = (wanted.world, wanted.max_experts, wanted.dispatch_bytes, wanted.recv_bytes)
-        self._heap = open_heap(wanted, self._op.block_bytes(*bounds), self.group)
-        self._rank = self._op.Rank(
-            region=self._heap.region,
-            rank=self.rank,
-            world=wanted.world,
-            max_experts=wanted.max_experts,
-            dispatch_bytes=wanted.dispatch_bytes,
-            recv_bytes=wanted.recv_bytes,
-            max_tokens=wanted.max_tokens,
-            wait_timeout_s=float(self.config.wait_timeout_s),
-            group_timeout_s=group_timeout_s(self.group, "cpu"),
-            pids=self._heap.pids,
-        )
+        opened = open_heap(wanted, self._op.block_bytes(*bounds), self.group)
+
+        def make() -> Any:
+            return self._op.Rank(
+                region=opened.region,
+                rank=self.rank,
+                world=wanted.world,
+                max_experts=wanted.max_experts,
+                dispatch_bytes=wanted.dispatch_bytes,
+                recv_bytes=wanted.recv_bytes,
+                max_tokens=wanted.max_tokens,
+                wait_timeout_s=float(self.config.wait_timeout_s),
+                group_timeout_s=group_timeout_s(self.group, "cpu"),
+                pids=opened.pids,
+            )
+
+        self._rank = in_step(make, self.group, "the parts of a rank")
+        self._heap = opened
 
     def _heap_shape(self, shapes: Sequence[LayerShape], max_tokens: int) -> HeapShape:
         dispatch = recv = 0
@@ -143,18 +154,21 @@ class CpuBackend:
 
     @property
     def chosen(self) -> dict[str, object]:
-        """What "auto" stands for in every layer; tile_n depends on the layer's width."""
+        """The settings, with what "auto" stands for in every layer; tile_n depends on the layer's
+        width."""
         config = self.config
         waves = config.local_tail_waves
-        return {
+        settled = {
+            **config.model_dump(),
             "backend": self.name,
             "layout": "aligned" if _LAYOUTS[config.layout] else "compact",
             "tile_m": self.tile_m,
             "num_consumer_ctas": self._fixed_consumers(),
-            "bands_per_segment": _bands_per_segment(config),
+            "bands_per_segment": bands_per_segment(config),
             "local_tail_waves": "all" if waves == "auto" else waves,
             "mover": "sm" if config.mover == "auto" else config.mover,
         }
+        return without_unused(settled)
 
     def failure(self) -> str:
         """The first cause that made the heap unusable, or ""."""
@@ -304,7 +318,7 @@ class CpuBackend:
             local_experts=shape.num_experts // self.world,
             tile_m=self.tile_m,
             layout=_LAYOUTS[config.layout],
-            bands_per_segment=_bands_per_segment(config),
+            bands_per_segment=bands_per_segment(config),
             local_tail_bands=waves if isinstance(waves, int) else -1,  # one band is a wave here
             chunk_rows=_chunk_rows(row_bytes),
         )
@@ -340,7 +354,7 @@ class CpuBackend:
             max_consumer_ctas=high,
             # Reading weights twice costs nothing here: the paper's rule, unless told otherwise.
             local_tail_waves=waves if isinstance(waves, int) else ALL_TAIL_WAVES,
-            bands_per_segment=_bands_per_segment(config),
+            bands_per_segment=bands_per_segment(config),
             mover="sm",  # a thread that waits yields, so there is no reason to do without
             hysteresis=config.adaptive.hysteresis,
             interval=config.adaptive.interval,
@@ -361,7 +375,7 @@ class CpuBackend:
         tail = waves if isinstance(waves, int) else ALL_TAIL_WAVES
         consumers = 0 if self.mover == "none" else self._fixed_consumers()
         mover = "none" if self.mover == "none" else "sm"
-        return Choice(consumers, tail, _bands_per_segment(self.config), mover)
+        return Choice(consumers, tail, bands_per_segment(self.config), mover)
 
     def _observe(self, shape: LayerShape, routing: Routing, choice: Choice) -> None:
         controller = self._controllers.get(shape)
@@ -395,8 +409,7 @@ class CpuBackend:
 
     def _fixed_consumers(self) -> int:
         """The split without a controller, and its first one."""
-        low, high = self._bounds()
-        return max(low, min(1, high))
+        return self._bounds()[0]
 
     def _fingerprint(self, shape: LayerShape) -> int:
         text = f"{shape}{self.config.layout}{self.tile_m}"
@@ -414,10 +427,6 @@ class CpuBackend:
 def _plain(text: str) -> str:
     """``text`` as UTF-8 can hold it: it crosses into C++ and to other ranks."""
     return text.replace("\0", "?").encode("utf-8", "replace").decode()
-
-
-def _bands_per_segment(config: TileOverlapConfig) -> int:
-    return 1 if config.bands_per_segment == "auto" else config.bands_per_segment
 
 
 def _chunk_rows(row_bytes: int) -> int:

@@ -46,6 +46,7 @@ from ds_tilemoe.backends.cuda_router import FusedRouter
 from ds_tilemoe.backends.cuda_routes import FusedRouting
 from ds_tilemoe.backends.cuda_split import Splits
 from ds_tilemoe.config import TileOverlapConfig
+from ds_tilemoe.config_block import without_unused
 from ds_tilemoe.cost_model import Choice
 from ds_tilemoe.errors import ConfigError, TileMoEError
 from ds_tilemoe.op_builder import CUDATileMoEBuilder
@@ -53,7 +54,7 @@ from ds_tilemoe.plan_abi import PlanParams
 from ds_tilemoe.router_rules import uncovered
 from ds_tilemoe.routing import Routing, route
 from ds_tilemoe.stats import IterationStats
-from ds_tilemoe.symmetric_heap import gather
+from ds_tilemoe.symmetric_heap import gather, in_step
 
 
 class CudaBackend:
@@ -102,37 +103,44 @@ class CudaBackend:
         for shape in shapes:
             if reason := layer_obstacle(shape, self.world):
                 raise ValueError(f"layer {shape.name}: {reason}")
-        usable = not self.failure()
-        heap = self._heap
-        if heap is not None and heap.failures.unread is not None:
-            usable = False  # the next forward would end its use
-        held = NOTHING if heap is None else Held(heap.needs, usable, heap.is_captured)
         meeting = world_of(self.group) if together else self.group
+        held = in_step(self._held, meeting, "new buffers")
         wanted = find_growth(held, shapes, self._needs_at, max_tokens, meeting, together)
         if wanted is None:
             return
-        torch.cuda.synchronize(self.device)
         self._layers.clear()
-        self._heap = heap = None  # the old memory goes before the new comes
+        self._heap = None  # the old memory, which nobody is at, goes before the new comes
         self._heap = open_heap(
             wanted, self._library, self.device, self.group, self.config.wait_timeout_s
         )
         self._splits.calibrate(self._heap)
         gather(None, self.group)  # it writes into the peers' memory
 
+    def _held(self) -> Held:
+        """What this rank has. Waits for the device."""
+        usable, heap = not self.failure(), self._heap
+        if heap is None:
+            return NOTHING
+        if heap.failures.unread is not None:
+            usable = False  # the next forward would end its use
+        return Held(heap.needs, usable, heap.is_captured)
+
     def _needs_at(self, shape: LayerShape, max_tokens: int) -> HeapNeeds:
         return needs_of(shape, bounds_of(shape, self._params(shape), max_tokens), max_tokens)
 
     @property
     def chosen(self) -> dict[str, object]:
-        """What "auto" stands for in every layer; tile_n depends on the layer's width."""
-        return {
+        """The settings, with what "auto" stands for in every layer; tile_n depends on the layer's
+        width, dispatch on its experts."""
+        settled = {
+            **self.config.model_dump(),
             "backend": self.name,
             "layout": LAYOUTS[self.config.layout].name.lower(),
             "tile_m": self.tile_m,
             "num_dispatch_ctas": dispatch_ctas(self.config, self.sms),
             **self._splits.chosen,
         }
+        return without_unused(settled)
 
     # -- router -----------------------------------------------------------------------------
 
@@ -220,6 +228,7 @@ class CudaBackend:
         if self.mover != "sequential" or self._heap is None or self._caller.stream is None:
             return None
         self._caller.stream.synchronize()
+        self._heap.bring_record()
         records = self._heap.ring.poll()
         self._unread += records[:-1]
         return records[-1].iteration if records else None

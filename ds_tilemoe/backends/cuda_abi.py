@@ -142,8 +142,6 @@ class PlanKernelParams(Structure):
         ("params", PlanParams),
         ("capacity", PlanCapacity),
         ("view", PlanView),
-        ("sizes", c_void_p),
-        ("overflow", c_void_p),
         ("counts", c_void_p),
         ("front_bands", c_void_p),
     ]
@@ -185,6 +183,7 @@ class ErrorRecord(Structure):
         ("seen", c_uint64),
         ("wanted", c_uint64),
         ("epoch", c_uint64),
+        ("layer", c_uint64),
     ]
 
 
@@ -220,13 +219,9 @@ class State(Structure):
         ("chunks", c_int32),
         ("segments", c_int32),
         ("consumer_ctas", c_int32),
-        ("layer", c_uint64),
-        ("tokens", c_int64),
-        ("rows", c_int64),
-        ("remote_rows", c_int64),
         ("router_start_ns", c_uint64),
-        ("exchange_start_ns", c_uint64),
-        ("exchange_end_ns", c_uint64),
+        ("exchanges", c_uint64),
+        ("recorded", c_uint64),
         ("unheard", c_uint64),
     ]
 
@@ -249,7 +244,6 @@ class ExchangeParams(Structure):
     _fields_ = [
         ("view", RankView),
         ("plan", PlanKernelParams),
-        ("counts", c_void_p),
         ("own_counts", c_void_p),
         ("layer", c_uint64),
         ("tokens", c_int64),
@@ -258,6 +252,8 @@ class ExchangeParams(Structure):
         ("status", c_int32),
         ("consumer_ctas", c_int32),
         ("wanted_ctas", c_void_p),
+        ("records", c_void_p),
+        ("behind_router", c_int32),
     ]
 
 
@@ -334,7 +330,6 @@ class ScaleParams(Structure):
         ("recv_row", c_void_p),
         ("rows", c_void_p),
         ("y", c_void_p),
-        ("records", c_void_p),
         ("tokens", c_int32),
         ("topk", c_int32),
         ("n", c_int32),

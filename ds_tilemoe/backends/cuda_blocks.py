@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_tilemoe import transport
-from ds_tilemoe.backends.cuda_heap import CudaHeap
+from ds_tilemoe.backends.cuda_heap import CudaHeap, lasting
 from ds_tilemoe.backends.cuda_plan import HeapNeeds
-from ds_tilemoe.errors import CapacityError, TileMoEError
-from ds_tilemoe.symmetric_heap import gather, group_timeout_s
+from ds_tilemoe.errors import TileMoEError
+from ds_tilemoe.symmetric_heap import gather, group_timeout_s, in_step
 
 MOST_SECONDS = 1e9  # in nanoseconds it is still an int64
 # Symmetric blocks of this process by number, which is equal on all ranks; the heap of each, so that
@@ -42,6 +42,7 @@ def keep_for_graphs(heap: CudaHeap) -> None:
         _captured.append(heap)
 
 
+@lasting
 def open_heap(
     needs: HeapNeeds,
     library: ctypes.CDLL,
@@ -57,61 +58,70 @@ def open_heap(
     Raises:
         CapacityError: a rank has too little memory; on every rank.
         BuildError: NVSHMEM does not start; on every rank.
-        TileMoEError: a peer's memory is not mapped; on every rank.
+        TileMoEError: a peer's memory is not mapped, or a rank fails otherwise; on every rank.
     """
     world = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     everyone = world_of(group)
-    heap, problem = None, ""
-    try:
-        # Of the local memory first: it may not be there, which is said before a peer waits.
-        heap = CudaHeap(needs, library, device, rank, world)
-    except torch.OutOfMemoryError as error:
-        problem = str(error).partition("\n")[0]
-    for peer, text in enumerate(gather(problem, everyone)):
-        if text:
-            raise CapacityError(
-                f"rank {peer}: the buffers of {needs.max_tokens} tokens a rank do not fit its GPU"
-                f" ({text}); set a smaller max_tokens_per_rank"
-            )
-    assert heap is not None
-    if group is None:
-        block = heap.room(heap.offsets.block_bytes)
-        heap.connect(block, [block.data_ptr()])
-    else:
-        _connect(heap, group)
-    heap.view.wait_timeout_ns = int(wait_timeout_s * 1e9)
-    torch.cuda.synchronize(device)
-    gather(None, everyone)  # no peer writes into a block that is not zeroed yet
+    what = f"the buffers of {needs.max_tokens} tokens a rank"
+
+    def make() -> CudaHeap:
+        torch.cuda.synchronize(device)  # whatever may be at the blocks that are given back
+        return CudaHeap(needs, library, device, rank, world)
+
+    # The local memory first: it may not be there, which is said before a peer waits.
+    heap = in_step(make, everyone, what)
+    link = block = None
+    if group is not None:
+        link = transport.start(library)
+        block = _allocate(link, heap)
+
+    def connect() -> None:
+        if group is None:
+            own = heap.room(heap.offsets.block_bytes)
+            heap.connect(own, [own.data_ptr()])
+        else:
+            assert link is not None
+            assert block is not None
+            _connect(heap, group, link, block)
+        heap.view.wait_timeout_ns = int(wait_timeout_s * 1e9)
+        torch.cuda.synchronize(device)
+
+    in_step(connect, everyone, what)  # no peer writes into a block that is not zeroed yet
     return heap
 
 
-def _connect(heap: CudaHeap, group: dist.ProcessGroup) -> None:
-    """Gives the heap a symmetric block, and the addresses of its peers' ones."""
+def _allocate(link: transport.Transport, heap: CudaHeap) -> Tensor:
+    """A symmetric block for the heap. A collective of the world."""
     global _next_block
-    link = transport.start(heap.library)
-    free_abandoned_blocks(link)
+    _free_abandoned_blocks(link)
     block = link.allocate(heap.offsets.block_bytes)
-    block.zero_()
     _blocks[_next_block] = (link, weakref.ref(heap), block)
     _next_block += 1
+    return block
+
+
+def _connect(
+    heap: CudaHeap, group: dist.ProcessGroup, link: transport.Transport, block: Tensor
+) -> None:
+    """Gives the heap its block, zeroed, and the addresses of its peers' ones. Local."""
+    block.zero_()
     ranks = [dist.get_global_rank(group, peer) for peer in range(heap.world)]
     addresses = [link.peer_pointer(block, peer) for peer in ranks]
     missing = [peer for peer, address in zip(ranks, addresses, strict=True) if address is None]
-    for peer, found in enumerate(gather(missing, dist.group.WORLD)):
-        if found:
-            raise TileMoEError(
-                f"rank {peer}: the memory of ranks {found} is not mapped on its GPU; wanted GPUs"
-                " that reach each other by NVLink or PCIe peer access"
-            )
+    if missing:
+        raise TileMoEError(
+            f"the memory of ranks {missing} is not mapped on its GPU; wanted GPUs that reach each"
+            " other by NVLink or PCIe peer access"
+        )
     heap.connect(block, [address for address in addresses if address is not None], ranks)
 
 
-def free_abandoned_blocks(link: transport.Transport) -> None:
-    """Gives back blocks whose heap no rank has any more. A collective of the world."""
+def _free_abandoned_blocks(link: transport.Transport) -> None:
+    """Gives back blocks whose heap no rank has any more, and at which no kernel is. A collective of
+    the world."""
     for number in [n for n, (owner, _, _) in _blocks.items() if owner is not link]:
         del _blocks[number]  # that NVSHMEM has been closed, and its memory with it
-    torch.cuda.synchronize()
     mine = {number for number, (_, heap, _) in _blocks.items() if heap() is None}
     for number in sorted(set.intersection(*gather(mine, dist.group.WORLD))):
         link.free(_blocks.pop(number)[2])

@@ -21,7 +21,6 @@ from ds_tilemoe.backends.cuda_functions import check
 from ds_tilemoe.backends.cuda_heap import CudaHeap
 from ds_tilemoe.calibration import cached_machine, calibrate, typical
 from ds_tilemoe.cost_model import Machine
-from ds_tilemoe.errors import TileMoEError
 from ds_tilemoe.plan_abi import BAND_DTYPE, CHUNK_DTYPE, SEGMENT_DTYPE
 
 logger = logging.getLogger("ds_tilemoe")
@@ -53,7 +52,7 @@ def measured_machine(heap: CudaHeap, sms: int, cache_dir: str | None) -> Machine
             lambda: calibrate(sms, _CopyRun(heap), _GemmRun(heap, sms)),
             cache_dir,
         )
-    except (ValueError, TileMoEError, torch.OutOfMemoryError) as error:
+    except Exception as error:  # the peers wait for this rank
         logger.warning("the GPU could not be calibrated, an H200's numbers are taken: %s", error)
         return typical(sms)
 

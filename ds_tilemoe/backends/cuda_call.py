@@ -203,12 +203,13 @@ class Caller:
         failures.raise_heard(where)
 
     def settle(self, heap: CudaHeap) -> None:
-        """Wait for the device, and hear all that there is to hear.
+        """Wait for the device, and hear all that there is to hear. No call owes its record then.
 
         No call that is queued behind a failed one waits for a rank that does not come: the device
         fails the group in front of it (State::unheard in csrc/common/control.h).
         """
         torch.cuda.synchronize(self._device)
+        heap.bring_record()
         heap.failures.hear()
         if not heap.failures.cause:
             heap.failures.tell(heap.group_failure())
@@ -242,8 +243,8 @@ class Caller:
         others = [rank for rank, status in enumerate(said) if status != _CHANGED]
         raise RankFailure(
             f"{where}: on rank {self._rank} of the group it is called in another way than before,"
-            f" and not on ranks {others}; change dtype, autocast, dropout and experts on all ranks"
-            " in the same call"
+            f" and not on ranks {others}; change dtype, autocast, dropout, gate and experts on"
+            " all ranks in the same call"
         ) from change
 
     def peers_hear(self, heap: CudaHeap, name: str, capturing: bool) -> PeersHear:

@@ -30,7 +30,6 @@ class Failures:
         address: of an ErrorRecord in page-locked memory, zeroed.
         world: ranks of the group.
         name_of: names a layer by its fingerprint.
-        layer_of: fingerprint of the layer that made a call, if it is known.
         say_heard: tells the kernels that this host has heard of a failure that leaves the heap
             usable.
 
@@ -44,12 +43,11 @@ class Failures:
         address: int,
         world: int,
         name_of: NameOf,
-        layer_of: Callable[[int], int | None],
         say_heard: Callable[[], None],
     ) -> None:
         self._record = abi.ErrorRecord.from_address(address)
         self._world = world
-        self._name_of, self._layer_of, self.say_heard = name_of, layer_of, say_heard
+        self._name_of, self.say_heard = name_of, say_heard
         self._heard: TileMoEError | None = None
         self._is_condemned = False
         self.unread: int | None = None
@@ -114,10 +112,7 @@ class Failures:
             raise heard
 
     def _refusal(self, record: abi.ErrorRecord) -> TileMoEError:
-        layer = self._layer_of(record.epoch)
-        where = f"call {record.epoch}"
-        if layer is not None:
-            where = f"layer {self._name_of(layer)} ({where})"
+        where = f"layer {self._name_of(record.layer)} (call {record.epoch})"
         peer = record.peer
         if record.outcome == abi.Outcome.CAPACITY:
             return too_many_tokens(where, peer, record.seen, record.wanted)
@@ -129,9 +124,10 @@ class Failures:
             )
         if record.seen:
             return RankFailure(
-                f"{where}: rank {peer} of the group called it in another way than before (dtype,"
-                f" autocast, dropout or other experts), and {self._world - record.seen} of"
-                f" {self._world} ranks did not; change it on all ranks in the same call"
+                f"{where}: rank {peer} of the group called it in another way than before (dtype"
+                " of rows or weights, autocast, dropout, the gate or its k, or other experts), and"
+                f" {self._world - record.seen} of {self._world} ranks did not; change it on all"
+                " ranks in the same call"
             )
         return RankFailure(
             f"{where}: rank {peer} of the group failed in its routing, and has raised why"
@@ -196,6 +192,6 @@ def overfull(counts: Int64Array, rows_in: int) -> str:
     if incoming[rank] <= rows_in:
         return ""
     return (
-        f"rank {rank} of the group was to get {incoming[rank]} rows, its buffers hold {rows_in}: a"
-        " gate names one expert twice for a token"
+        f"rank {rank} of the group was to get {incoming[rank]} rows, its buffers hold {rows_in}, as"
+        " many as any routing of these tokens can send: a defect of ds_tilemoe"
     )

@@ -30,6 +30,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tilemoe_half_bytes": (c_int64, (c_int32,)),
     "tilemoe_state_bytes": (c_int64, (c_int32,)),
     "tilemoe_exchange_launch": (c_int32, (POINTER(ExchangeParams), c_void_p)),
+    "tilemoe_record_launch": (c_int32, (POINTER(RankView), c_void_p, c_void_p)),
     "tilemoe_say_heard": (c_int32, (POINTER(RankView), c_void_p)),
     "tilemoe_make_tensor_map": (
         c_int32,

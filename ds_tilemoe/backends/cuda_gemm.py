@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends.base import Expert, LayerShape
 from ds_tilemoe.backends.cuda_functions import check
-from ds_tilemoe.backends.cuda_heap import CudaHeap
+from ds_tilemoe.backends.cuda_heap import CudaHeap, lasting
 from ds_tilemoe.backends.cuda_limits import common_front
 from ds_tilemoe.backends.cuda_plan import (
     dispatch_ctas,
@@ -36,6 +36,7 @@ class GroupedGemm:
     """D[row] = act(A[row] B[expert]^T + bias[expert]); gated: act(gate) * up.
 
     Args:
+        name: of the layer, for messages.
         heap: gives counters, bands and the view.
         dtype: torch.bfloat16 or torch.float16, of all operands.
         a, d: addresses of A [rows, k] and D [rows, n].
@@ -49,8 +50,10 @@ class GroupedGemm:
         n_tiles: tiles of a band.
     """
 
+    @lasting
     def __init__(
         self,
+        name: str,
         heap: CudaHeap,
         dtype: torch.dtype,
         *,
@@ -65,7 +68,7 @@ class GroupedGemm:
         activation: str = "none",
         front: bool = False,
     ) -> None:
-        self._library, self._device = heap.library, heap.device
+        self._name, self._library, self._device = name, heap.library, heap.device
         self._experts, self._n, self._k = experts, n, k
         self._dtype = dtype
         self.n_tiles = -(-n // (tile_n // 2 if gated else tile_n))
@@ -108,8 +111,19 @@ class GroupedGemm:
             made again in each call.
 
         Raises:
-            TileMoEError: an address has changed, and a CUDA graph is being captured.
+            TileMoEError: an operand has another dtype than the GEMM, or an address has changed and
+                a CUDA graph is being captured.
         """
+        # Of one address may come memory of another dtype. Whoever casts, as autocast does, has done
+        # so before: see AutocastExpert.
+        for number, operand in enumerate((*weights, *biases)):
+            if operand is not None and operand.dtype != self._dtype:
+                what = "weight" if number < len(weights) else "bias"
+                raise TileMoEError(
+                    f"layer {self._name}, {what} of local expert {number % self._experts}: got"
+                    f" {operand.dtype}; wanted {self._dtype}, which the ranks have agreed on; fix:"
+                    " cast the experts back, or call ds_tilemoe.apply on all ranks"
+                )
         held = [readable(weight) for weight in weights]
         given = [None if bias is None else readable(bias) for bias in biases]
         present: list[Tensor] = []
@@ -198,8 +212,6 @@ class LayerGemms:
         narrow = min(wide, 128) if config.tile_n == "auto" else wide
         self._downs = {n: self._gemm(hidden, out, tile_n=n) for n in {wide, narrow}}
         self.downs, self.wide_down = list(self._downs.values()), self._downs[wide]
-        for gemm in self.downs:
-            gemm.params.behind_front = int(shape.dispatch == "fused")
         self._made: dict[tuple[str, int], dict[int, GroupedGemm]] = {}
         self._fronts: dict[int, GroupedGemm] = {}  # of the experts at hand
         self._tilings: dict[int, Tiling] = {}  # by size bucket
@@ -273,6 +285,7 @@ class LayerGemms:
 
     def _gemm(self, a: Tensor, d: Tensor, **options: Any) -> GroupedGemm:
         return GroupedGemm(
+            self._shape.name,
             self._heap,
             self._shape.dtype,
             a=a.data_ptr(),

@@ -22,6 +22,10 @@ from ds_tilemoe.backends.cuda_plan import HeapNeeds
 from ds_tilemoe.backends.cuda_records import RING_BYTES, RecordRing
 from ds_tilemoe.plan_abi import BAND_DTYPE, CHUNK_DTYPE, SEGMENT_DTYPE
 
+# Memory that outlives a call, and views of it, are made outside of inference mode: a later call,
+# under no_grad, could not write into a tensor that was made inside.
+lasting = torch.inference_mode(False)
+
 _STATUS_OFFSET = 24  # of CountRow::status
 _CODE_OFFSET, _RECORD_OFFSET = 4, 8  # of Failure::code and its record, first in a block
 
@@ -83,8 +87,6 @@ class CudaHeap:
         view.arrival_target = self._address(8 * world)
         view.dispatch_row = self._address(8 * experts)
         view.recv_row = self._address(8 * (experts + 1))
-        self.plan.sizes = self._address(ctypes.sizeof(abi.PlanSizes))
-        self.plan.overflow = self._address(4)
         self.plan.front_bands = self._address(4 * needs.bands)
         self.plan.counts = self.counts.data_ptr()
         self.view = abi.RankView(world=world, rank=rank, offsets=self.offsets)
@@ -96,7 +98,6 @@ class CudaHeap:
             self._told.data_ptr(),
             world,
             lambda fingerprint: names.get(fingerprint, "that is not known here"),
-            self.ring.layer_of,
             functools.partial(_say_heard, library, self.view, device),
         )
 
@@ -126,10 +127,19 @@ class CudaHeap:
         """Of the ring, as kernels see it."""
         return self._records.data_ptr()
 
+    def bring_record(self) -> None:
+        """The record of the last call, which else the next one brings. The device is idle."""
+        stream = torch.cuda.current_stream(self.device)
+        status = self.library.tilemoe_record_launch(
+            self.view, self.records_address, stream.cuda_stream
+        )
+        check(status, "the launch that brings a record")
+        stream.synchronize()
+
     def statuses(self, epoch: int) -> list[int]:
         """What each rank said of itself in the count exchange of ``epoch``. Waits for the device.
 
-        Right until this rank launches the exchange after the next.
+        Right until this rank launches the next exchange: behind it a peer may write the half anew.
         """
         half = epoch % 2 * self.world
         found = []

@@ -17,7 +17,7 @@ from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends.base import Expert, Experts, LayerShape
 from ds_tilemoe.backends.cuda_functions import check
 from ds_tilemoe.backends.cuda_gemm import LayerGemms, readable
-from ds_tilemoe.backends.cuda_heap import CudaHeap
+from ds_tilemoe.backends.cuda_heap import CudaHeap, lasting
 from ds_tilemoe.backends.cuda_plan import fingerprint, tail_bands
 from ds_tilemoe.backends.cuda_routes import FusedRouting, Routes
 from ds_tilemoe.config import TileOverlapConfig
@@ -74,6 +74,7 @@ class CudaLayer:
         work: GEMM 2, as the cost model sees it.
     """
 
+    @lasting
     def __init__(
         self,
         shape: LayerShape,
@@ -99,9 +100,10 @@ class CudaLayer:
         self._own_counts = heap.plan.counts
         self._stamp: object | None = None  # of the experts whose operands the GEMMs have
         self._exchange = abi.ExchangeParams(view=heap.view, plan=heap.plan)
-        self._exchange.counts = heap.plan.counts
         self._exchange.layer = self.fingerprint
         self._exchange.max_tokens = heap.needs.max_tokens
+        self._exchange.records = heap.records_address
+        self._is_behind_front = False  # GEMM 2 of the call at hand, of a GEMM 1 that dispatches
         plan = self._exchange.plan
         plan.params = abi.PlanParams(*dataclasses.astuple(params))
         plan.capacity = abi.PlanCapacity(bounds.rows, bounds.bands, bounds.segments, bounds.chunks)
@@ -141,10 +143,12 @@ class CudaLayer:
         weights = weights.float().contiguous()
         tensors = (ids, weights, places.positions, places.sources, places.counts)
         routes = Routes(*(tensor.data_ptr() for tensor in tensors))
+        self._exchange.behind_router = 0
         return self._prepare(x, experts, routes, places, (ids, weights))
 
     def prepare_fused(self, x: Tensor, experts: Sequence[Expert], routing: FusedRouting) -> Call:
         """As :meth:`prepare`, of our own router's routes, which ask for no tensor."""
+        self._exchange.behind_router = 1
         return self._prepare(x, experts, routing.at, routing, ())
 
     def _prepare(
@@ -209,7 +213,9 @@ class CudaLayer:
             stream: a cudaStream_t, as below.
         """
         params = self._exchange
-        params.own_counts = self._own_counts if has_routes else params.counts
+        params.own_counts = self._own_counts if has_routes else params.plan.counts
+        params.behind_router &= has_routes
+        self._is_behind_front = False
         params.status, params.tokens = status, tokens
         params.group_timeout_ns = group_timeout_ns
         params.wanted_ctas = wanted_ctas
@@ -241,6 +247,7 @@ class CudaLayer:
         gemm = self._front
         assert gemm is not None
         gemm.set_grid(self._sms)
+        self._is_behind_front = self.is_fused
         check(
             self._heap.library.tilemoe_producer_launch(gemm.params, gemm.kind, self._sms, stream),
             "the launch of GEMM 1",
@@ -266,6 +273,7 @@ class CudaLayer:
         beside = split.mover is abi.Mover.SM and not on_device
         down.set_grid(self._sms - split.num_consumer_ctas if beside else self._sms)
         params.producer = down.params
+        params.producer.behind_front = self._is_behind_front
         params.mover, params.num_consumer_ctas = split.mover, split.num_consumer_ctas
         params.device_split = int(on_device and split.mover is abi.Mover.SM)
         params.consumer_stream = side
@@ -298,7 +306,7 @@ class CudaLayer:
         scale.run_row = plan.view.run_row
         scale.arrival_target = plan.view.arrival_target
         scale.recv_row = plan.view.recv_row
-        scale.rows, scale.records = out, heap.records_address
+        scale.rows = out
         scale.topk, scale.n = shape.topk, shape.out
         scale.local_experts = self.local_experts
         scale.dtype = abi.DTYPES[shape.dtype]

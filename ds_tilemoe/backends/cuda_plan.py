@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 
 from ds_tilemoe.backends import cuda_abi as abi
-from ds_tilemoe.backends.base import LayerShape
+from ds_tilemoe.backends.base import LayerShape, bands_per_segment
 from ds_tilemoe.combine_plan import plan_bounds
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import CapacityError, PlanError
@@ -117,7 +117,6 @@ def plan_params(
     shape: LayerShape, config: TileOverlapConfig, rank: int, world: int, sms: int
 ) -> PlanParams:
     """What a plan of this layer depends on besides the counts."""
-    joined = config.bands_per_segment
     n_tiles = -(-shape.out // down_tile_n(config, shape.out))
     return PlanParams(
         world=world,
@@ -125,7 +124,7 @@ def plan_params(
         local_experts=shape.num_experts // world,
         tile_m=abi.TILE_M,
         layout=LAYOUTS[config.layout],
-        bands_per_segment=1 if joined == "auto" else joined,
+        bands_per_segment=bands_per_segment(config),
         local_tail_bands=tail_bands(tail_waves(config), n_tiles, sms),
         chunk_rows=max(1, CHUNK_BYTES // (shape.out * shape.dtype.itemsize)),
     )

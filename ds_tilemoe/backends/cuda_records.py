@@ -1,6 +1,7 @@
 """The ring of call records in page-locked memory, read without waiting for the device.
 
-Scale writes a record at the end of each call: csrc/plan_abi.h, csrc/common/flags.cuh.
+A call's record comes beside the exchange of the next one, or when the heap is asked for it:
+csrc/plan_abi.h, csrc/common/record.cuh.
 """
 
 from __future__ import annotations
@@ -64,11 +65,6 @@ class RecordRing:
         if found:
             self._last = found[-1].epoch
         return found
-
-    def layer_of(self, epoch: int) -> int | None:
-        """Fingerprint of the layer that made call ``epoch``, if the ring still has it."""
-        record = self._read(epoch % CALL_RECORDS)
-        return record.layer if record is not None and record.epoch == epoch else None
 
     def _read(self, slot: int) -> Record | None:
         """The record that stands there; None if the device is writing, or has begun to."""

@@ -17,12 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_tilemoe.backends.cuda_functions import check
+from ds_tilemoe.backends.cuda_heap import lasting
 from ds_tilemoe.backends.cuda_routes import FusedRouting, part_words
 from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, rule_of
 from ds_tilemoe.routing import GATE_TIMER, Places, Routing
 
 _LEAST_SCRATCH = 1 << 14  # bytes
 _LOGIT_PARTS = 3  # as in csrc/router/split.h
+_NARROW = (torch.bfloat16, torch.float16)
+_MOST_WIDE = 1 << 23  # numbers: 32 MiB
 
 
 class PlacesParams(Structure):
@@ -54,14 +57,24 @@ class RouterParams(Structure):
     ]
 
 
+class Widening(Structure):
+    _fields_ = [
+        ("source", c_void_p),
+        ("wide", c_void_p),
+        ("count", c_int64),
+        ("is_half", c_int32),
+    ]
+
+
 # Name -> (result, arguments), as in cuda_abi.py.
 PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "tilemoe_places_scratch_bytes": (c_int64, (c_int32, c_int32, c_int32)),
+    "tilemoe_places_scratch_bytes": (c_int64, (c_int32, c_int32)),
     "tilemoe_router_scratch_bytes": (c_int64, (c_int32, c_int32, c_int32)),
     "tilemoe_router_load": (c_int32, ()),
     "tilemoe_places_launch": (c_int32, (POINTER(PlacesParams), c_void_p)),
     "tilemoe_router_launch": (c_int32, (POINTER(RouterParams), c_void_p)),
     "tilemoe_split_launch": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "tilemoe_widen_launch": (c_int32, (POINTER(Widening), POINTER(Widening), c_void_p)),
 }
 
 
@@ -87,6 +100,10 @@ class FusedRouter:
         self._scratch: dict[int, Tensor] = {}
         self._params = RouterParams()  # of the last call: a launch takes a copy
         self._places = self._params.places  # a view of it
+        self._widenings = (Widening(), Widening())  # of tokens and of the gate
+        self._rooms: dict[int, Tensor] = {}  # fp32, by numbers
+        self._wide: tuple[Tensor, Tensor] | None = None
+        self._wide_sizes = (0, 0, 0)  # tokens, hidden and experts of it
         self._sizes = (0, 0, 0, False)  # tokens, topk and experts of it; whether all of the router
         self._part = 0  # words of a block's part, at these sizes
         for name, (result, arguments) in PROTOTYPES.items():
@@ -121,7 +138,7 @@ class FusedRouter:
             if self._bf16x3:
                 logits = self._split_logits(x, gate.wg.weight.float(), stream)
             else:
-                logits = F.linear(x.float(), weight=gate.wg.weight.float(), bias=None)
+                logits = F.linear(*self._widen(x, gate.wg.weight, stream), bias=None)
             routing = self.decide(logits, gate.k, rule.drop, rule.capacity, start_ns, stream)
             if gate.wall_clock_breakdown:
                 gate.timers(GATE_TIMER).stop()
@@ -177,6 +194,49 @@ class FusedRouter:
         check(self._library.tilemoe_router_launch(params, stream), "the launch of the router")
         return routing
 
+    def _widen(self, x: Tensor, weight: Tensor, stream: int | None) -> tuple[Tensor, Tensor]:
+        """``x.float(), weight.float()``, by one kernel where both are of 16 bits and not large:
+        there a launch costs more than the numbers. Of use until the next call.
+
+        Args:
+            x: [T, H]. weight: [E, H].
+        """
+        sizes = (x.shape[0], x.shape[1], weight.shape[0])
+        if sizes != self._wide_sizes:
+            self._place_wide(*sizes)
+        source, gate_source = x.data_ptr(), weight.data_ptr()
+        if (
+            self._wide is None
+            or x.dtype not in _NARROW
+            or weight.dtype not in _NARROW
+            or (source | gate_source) % 16 != 0
+            or not (x.is_contiguous() and weight.is_contiguous())
+        ):
+            return x.float(), weight.float()
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        tokens, gate = self._widenings
+        tokens.source, tokens.is_half = source, x.dtype is torch.float16
+        gate.source, gate.is_half = gate_source, weight.dtype is torch.float16
+        status = self._library.tilemoe_widen_launch(tokens, gate, stream)
+        check(status, "the launch that widens tokens and the gate's weights")
+        return self._wide
+
+    @lasting
+    def _place_wide(self, tokens: int, hidden: int, experts: int) -> None:
+        """Room for a call's tokens and its gate in fp32, kept as scratch is."""
+        self._wide_sizes, self._wide = (tokens, hidden, experts), None
+        numbers = (tokens + experts) * hidden
+        if hidden % 8 != 0 or numbers > _MOST_WIDE:
+            return
+        size = 1 << (numbers - 1).bit_length()
+        if size not in self._rooms:
+            self._rooms[size] = torch.empty(size, dtype=torch.float32, device=self.device)
+        x, weight = self._rooms[size][:numbers].view(-1, hidden).split([tokens, experts])
+        self._wide = (x, weight)
+        for params, matrix in zip(self._widenings, self._wide, strict=True):
+            params.wide, params.count = matrix.data_ptr(), matrix.numel()
+
     def _split_logits(self, x: Tensor, weight: Tensor, stream: int | None) -> Tensor:
         """Logits on tensor cores: each of the three parts of a weight by a token is exact in fp32.
 
@@ -231,13 +291,14 @@ class FusedRouter:
         params, sizes = self._places, (tokens, topk, experts)
         own_bytes = self._library.tilemoe_router_scratch_bytes(*sizes) if for_router else 0
         in_front = -(-own_bytes // 16) * 16
-        needed = in_front + self._library.tilemoe_places_scratch_bytes(*sizes)
+        needed = in_front + self._library.tilemoe_places_scratch_bytes(tokens, experts)
         scratch = self._scratch_of(needed).data_ptr()
         params.tokens, params.topk, params.experts = sizes
         self._params.scratch, params.scratch = scratch, scratch + in_front
         self._part = part_words(tokens * topk)
         self._sizes = (*sizes, for_router)
 
+    @lasting
     def _scratch_of(self, needed: int) -> Tensor:
         size = max(_LEAST_SCRATCH, 1 << (needed - 1).bit_length())
         if size not in self._scratch:

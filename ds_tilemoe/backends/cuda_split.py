@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_tilemoe.backends import cuda_abi as abi
+from ds_tilemoe.backends.base import bands_per_segment
 from ds_tilemoe.backends.cuda_calibration import measured_machine
 from ds_tilemoe.backends.cuda_heap import CudaHeap, page_locked
 from ds_tilemoe.backends.cuda_layer import CudaLayer, Split
@@ -103,10 +104,9 @@ class Splits:
     @property
     def chosen(self) -> dict[str, object]:
         """What "auto" stands for at the start; see also :meth:`explain`."""
-        joined = self._config.bands_per_segment
         return {
             "num_consumer_ctas": self._num_consumers(),
-            "bands_per_segment": 1 if joined == "auto" else joined,
+            "bands_per_segment": bands_per_segment(self._config),
             "local_tail_waves": tail_waves(self._config),
             "mover": "sm" if self._config.mover == "auto" else self._config.mover,
         }
@@ -162,11 +162,10 @@ class Splits:
     ) -> Split:
         """What ``choice`` and the settings give; without a choice, the settings."""
         config = self._config
-        joined = config.bands_per_segment
         split = Split(
             self._num_consumers(),
             tail_waves(config),
-            1 if joined == "auto" else joined,
+            bands_per_segment(config),
             abi.Mover.SM if mover == "auto" else MOVERS[mover],
         )
         if split.mover is abi.Mover.SEQUENTIAL:
@@ -238,11 +237,11 @@ class Splits:
         controller, reason = self.controllers.get(record.layer), ""
         key = (record.layer, Controller.bucket_of(record.tokens), record.consumer_ctas)
         if controller is None:
-            joined, waves = self._config.bands_per_segment, tail_waves(self._config)
+            waves = tail_waves(self._config)
             choice = Choice(
                 record.consumer_ctas,
                 ALL_TAIL_WAVES if waves == "all" else int(waves),
-                1 if joined == "auto" else joined,
+                bands_per_segment(self._config),
                 self._config.mover,
             )
         else:

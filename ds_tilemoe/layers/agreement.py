@@ -7,18 +7,31 @@ a shape (the layer runs on our backend), a reason (it keeps DeepSpeed's path) or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_tilemoe.backends.base import LayerShape
-from ds_tilemoe.errors import BuildError, ConfigError, TileMoEError, UnsupportedLayerError
+import torch.distributed as dist
+
+from ds_tilemoe.backends.base import AUTO_TILE_M, LayerShape
+from ds_tilemoe.errors import (
+    BuildError,
+    ConfigError,
+    DeadlineError,
+    TileMoEError,
+    UnsupportedLayerError,
+)
 
 Decision = LayerShape | str  # a shape: our backend; text: why the layer keeps DeepSpeed's path
 
 # Reasons that are the user's own wish, and so no matter of ``strict`` where all ranks have them.
 EXCLUDED = "its name does not match tile_overlap.layers"
 DISABLED = "tile_overlap.enabled is false"
+
+
+DEVICE = "the device of the layers"  # "cpu" or "cuda": its name among what must be equal
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,9 @@ class Message:
         grad: this rank's grad mode; None outside a forward.
         tokens: of this rank in this call; None outside a forward.
         dtype: of the experts' output in this call; None outside a forward.
-        fault: an explicit choice that this rank cannot meet; all ranks raise it.
+        fault: why this rank cannot run any layer, and may not fall back; all ranks raise it.
+        left: of layers that are in no offer and stay as they are, name and reason in words: as
+            much a matter of ``strict`` as those that are.
     """
 
     offers: tuple[Offer, ...]
@@ -59,6 +74,7 @@ class Message:
     tokens: int | None = None
     dtype: str | None = None
     fault: str | None = None
+    left: tuple[str, ...] = ()
 
 
 def agree(messages: Sequence[Message]) -> list[Decision]:
@@ -69,7 +85,7 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
 
     Raises:
         TileMoEError: ranks disagree about what runs at all: layers, grad mode, dtype.
-        BuildError: a rank cannot meet an explicit choice of backend.
+        BuildError: a rank cannot meet an explicit choice of backend, or cannot make it.
         ConfigError: a layer cannot meet an explicit setting.
         UnsupportedLayerError: a layer would be left as it is, and a rank is strict.
     """
@@ -111,12 +127,55 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
             f"{offer.layer}: {decision}"
             for offer, decision in zip(messages[0].offers, decisions, strict=True)
             if isinstance(decision, str) and decision not in (EXCLUDED, DISABLED)
-        ]
+        ] + _left(ranks, messages)
         if kept:
             raise UnsupportedLayerError(
                 "strict is true and would leave as it is: " + "; ".join(kept)
             )
     return decisions
+
+
+@contextlib.contextmanager
+def collective(layers: str, what: str, grad: bool | None) -> Iterator[None]:
+    """Says of a collective inside that does not end what its peers may have done instead.
+
+    Args:
+        layers: names, for the message.
+        what: the collective is of.
+        grad: this rank's grad mode, of which another one on a peer is the usual cause; None outside
+            a forward.
+
+    Raises:
+        DeadlineError: it did not end. Any other error passes as it is.
+    """
+    try:
+        yield
+    except TileMoEError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|nccl", str(error), re.I):
+            raise
+        wanted = "call ds_tilemoe.apply, and as often"
+        if grad is not None:
+            mode = "enabled" if grad else "disabled"
+            wanted = (
+                f"run the layer, in the same grad mode (here: {mode}), and before the first time"
+                " call ds_tilemoe.apply with the same enabled and layers"
+            )
+        raise DeadlineError(
+            f"layer {layers}: a collective of {what} did not end: {error}; every rank of the group"
+            f" must {wanted}"
+        ) from error
+
+
+def _left(ranks: Sequence[int], messages: Sequence[Message]) -> list[str]:
+    if all(message.left == messages[0].left for message in messages):
+        return list(messages[0].left)
+    return [
+        f"rank {rank}: {text}"
+        for rank, message in zip(ranks, messages, strict=True)
+        for text in message.left
+    ]
 
 
 def _one_layer(ranks: Sequence[int], offers: Sequence[Offer], common: str | None) -> Decision:
@@ -129,10 +188,25 @@ def _one_layer(ranks: Sequence[int], offers: Sequence[Offer], common: str | None
 
 
 def _protocol_difference(ranks: Sequence[int], messages: Sequence[Message]) -> str | None:
+    meanings = [_what_auto_stands_for(message) for message in messages]
     for entries in zip(*(message.protocol for message in messages), strict=True):
-        if difference := _difference(ranks, [repr(value) for _, value in entries]):
-            return f"{entries[0][0]} differs: {difference}"
+        name, values = entries[0][0], [value for _, value in entries]
+        if name == "dispatch" and "auto" in values:
+            continue  # it differs from layer to layer, and shapes have it
+        meant = {
+            meaning.get(name, value) if value == "auto" else value
+            for meaning, value in zip(meanings, values, strict=True)
+        }
+        if len(meant) > 1:
+            return f"{name} differs: {_difference(ranks, list(map(repr, values)))}"
     return None
+
+
+def _what_auto_stands_for(message: Message) -> dict[str, Any]:
+    """Setting -> value, of those where the device decides it, or nothing does."""
+    device = dict(message.protocol).get(DEVICE)
+    tile_m = AUTO_TILE_M.get(device, "auto")
+    return {"layout": "compact", "transport": "mapped", "backend": device, "tile_m": tile_m}
 
 
 def _demand_equal(ranks: Sequence[int], values: Sequence[object], what: str, fix: str) -> None:

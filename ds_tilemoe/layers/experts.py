@@ -106,6 +106,15 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ in MEGATRON_LINEARS
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def is_own(name: str) -> bool:
+    """Whether an attribute of a module is something that its forward may read, and not torch's
+    bookkeeping or that of a tool that marks its names (``__flops__``)."""
+    return name not in _OF_EVERY_MODULE and not (name.startswith("__") and name.endswith("__"))
+
+
 def hooks_of(module: nn.Module) -> str:
     """Names of the functions that are hooked onto the module's forward; "" if none is."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

@@ -6,22 +6,18 @@ Shape letters: E experts of the group, H hidden.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from deepspeed.moe.experts import Experts as DeepSpeedExperts
-from deepspeed.moe.sharded_moe import MOELayer, TopKGate
-from deepspeed.utils import groups
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from ds_tilemoe.backends.base import Experts, LayerShape
-from ds_tilemoe.backends.cuda_limits import choose_dispatch, device_obstacle, layer_obstacle
+from ds_tilemoe.backends.cuda_limits import choose_dispatch, layer_obstacle
 from ds_tilemoe.errors import ConfigError
-from ds_tilemoe.layers.agreement import Offer
-from ds_tilemoe.layers.experts import LocalExpert, Recipe, hooks_of
+from ds_tilemoe.layers.agreement import Decision, Offer
+from ds_tilemoe.layers.experts import LocalExpert, Recipe, hooks_of, is_own
 from ds_tilemoe.layers.recognise import (
     DTYPES,
     UnknownExpert,
@@ -30,10 +26,23 @@ from ds_tilemoe.layers.recognise import (
     find_recipe,
 )
 from ds_tilemoe.layers.runtime import Runtime, Session
-from ds_tilemoe.layers.watch import ExpertWatch
+from ds_tilemoe.layers.surroundings import check_host, hooks_around
+from ds_tilemoe.layers.watch import ExpertWatch, class_attributes
 from ds_tilemoe.stats import LayerStats
 
 RANDOM_REMARK = "DeepSpeed's path while its dropout is active"
+
+
+class GateForm(NamedTuple):
+    """What of a gate decides how rows are laid out. Its other settings (capacity, dropping, noise)
+    are read by the router in every call and are this rank's own business."""
+
+    kind: type
+    topk: int
+    experts: int
+
+    def __str__(self) -> str:
+        return f"a {self.kind.__name__} with k={self.topk} of {self.experts} experts"
 
 
 class Situation(NamedTuple):
@@ -41,17 +50,24 @@ class Situation(NamedTuple):
 
     Attributes:
         dtype: of the experts' output in this call, by autocast or by the weights.
+        weights: their own dtype: kernels read them as they lie, also under autocast.
         is_random: the experts' own forward would drop at random.
         version: how many times the experts turned out not to be those that were examined.
+        gate: None where it cannot be read, and never could.
     """
 
     dtype: torch.dtype | None
+    weights: torch.dtype | None
     is_random: bool
     version: int
+    gate: GateForm | None
 
     def __str__(self) -> str:
         mode = "active dropout" if self.is_random else "no active dropout"
-        return f"{dtype_name(self.dtype)}, {mode}, experts changed {self.version} times"
+        return (
+            f"{dtype_name(self.dtype)} of {dtype_name(self.weights)} weights, {mode}, experts"
+            f" changed {self.version} times, its gate {self.gate}"
+        )
 
 
 class LayerState:
@@ -66,6 +82,7 @@ class LayerState:
         shapes: what the group runs on the backend, by this rank's situation then.
         kept: while the group is on DeepSpeed's path: this rank's situation at that decision, and
             the reason. A layer is on one of the two paths on all ranks of its group.
+        listeners: called, once, with the next decision that stands.
     """
 
     def __init__(self, name: str, session: Session, expert_tp: bool = False):
@@ -73,17 +90,21 @@ class LayerState:
         self.session = session
         self.expert_tp = expert_tp
         self.stats = LayerStats(name, keep_history=session.config.stats)
+        self.listeners: list[Callable[[Decision], None]] = []
         self.forget()
 
     def forget(self) -> None:
-        """Back to before the first examination; the stats stay."""
+        """Back to before the first examination; the stats and the listeners stay."""
         self.recipe: Recipe | None = None
         self.watch: ExpertWatch | None = None
         self.version = 0
         self.shapes: dict[Situation, LayerShape] = {}
         self.kept: tuple[Situation, str] | None = None
-        self._offers: dict[torch.dtype | None, Offer] = {}
+        self._offers: dict[tuple[torch.dtype | None, torch.dtype | None, GateForm | None], Offer]
+        self._offers = {}  # by dtype of the output and of the weights, and gate
         self._seen: object = None  # what experts that were refused looked like
+        self._gate: GateForm | None = None  # at the last look
+        self._device: str | None = None  # where the shapes were agreed on, "cpu" or "cuda"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         # The copy has experts of its own, which its first forward examines, and the same heap.
@@ -94,6 +115,10 @@ class LayerState:
         """The layer's runtime, or None while its group does not exist."""
         weight = self.weight(layer)
         device = "cpu" if weight is None else backend_of(weight)
+        if device != self._device:
+            if self._device is not None:  # another backend, to which the layer is new
+                self.shapes, self.kept, self._offers = {}, None, {}
+            self._device = device
         if layer.ep_size == 1:
             return self.session.runtime(None, device)
         return None if layer.ep_group is None else self.session.runtime(layer.ep_group, device)
@@ -101,16 +126,19 @@ class LayerState:
     def offer(self, layer: MOELayer, dtype: torch.dtype | None) -> Offer:
         """This rank's word about the layer outside of active dropout. Local, and never raises: a
         rank that did would leave its peers waiting for its word."""
-        if dtype not in self._offers:
+        weight = self.weight(layer)
+        weights = None if weight is None else weight.dtype
+        key = (dtype, weights, self._look_at_gate(layer))
+        if key not in self._offers:
             try:
-                self._offers[dtype] = Offer(self.name, self._check(layer, dtype))
+                self._offers[key] = Offer(self.name, self._check(layer, dtype))
             except Exception as error:
                 reason = str(error)
                 if not isinstance(error, UnknownExpert | ConfigError):
                     reason = f"it could not be examined: {type(error).__name__}: {error}"
                 self.watch, self._seen = None, _look(layer)
-                self._offers = {dtype: Offer(self.name, reason, isinstance(error, ConfigError))}
-        return self._offers[dtype]
+                self._offers = {key: Offer(self.name, reason, isinstance(error, ConfigError))}
+        return self._offers[key]
 
     def situation(self, layer: MOELayer) -> Situation:
         """Of a call now. Re-reads what users may change between calls: dtypes, modes, modules.
@@ -126,11 +154,27 @@ class LayerState:
             self.version += 1
             self.recipe, self.watch, self._offers = None, None, {}
             self._seen = _look(layer)
-        weight = self.weight(layer)
-        dtype = None if weight is None else weight.dtype
+            watch = None
+        weight = first_weight(layer) if watch is None else watch.weight
+        dtype = weights = None if weight is None else weight.dtype
         if weight is not None and torch.is_autocast_enabled(weight.device.type) and dtype in DTYPES:
             dtype = torch.get_autocast_dtype(weight.device.type)
-        return Situation(dtype, self.watch is not None and self.watch.is_random, self.version)
+        is_random = watch is not None and watch.is_random
+        return Situation(dtype, weights, is_random, self.version, self._look_at_gate(layer))
+
+    def _look_at_gate(self, layer: MOELayer) -> GateForm | None:
+        """Of a gate that cannot be read it keeps the form that it had: the router will raise what
+        is wrong, where all ranks hear of it."""
+        form = self._gate
+        try:
+            gate = layer._modules["gate"]
+            kind, topk, experts = gate.__class__, gate.k, gate._modules["wg"].out_features
+            # Made anew only if need be, as this is done in every call.
+            if form is None or (kind, topk, experts) != form:
+                self._gate = GateForm(kind, topk, experts)
+        except Exception:
+            pass
+        return self._gate
 
     @property
     def experts(self) -> Experts:
@@ -143,8 +187,16 @@ class LayerState:
 
     def settle(self, shape: LayerShape, runtime: Runtime) -> None:
         """Keep what the ranks agreed on outside a forward."""
-        self.shapes[Situation(shape.dtype, False, self.version)] = shape
+        assert self.watch is not None  # as the shape is also what this rank has offered
+        weights = self.watch.weight.dtype
+        self.shapes[Situation(shape.dtype, weights, False, self.version, self._gate)] = shape
         self.stats.settings = runtime.settings()
+
+    def tell(self, decision: Decision) -> None:
+        """To those who wait for it: what the ranks decided about the layer."""
+        listeners, self.listeners = self.listeners, []
+        for listener in listeners:
+            listener(decision)
 
     def remark(self) -> str:
         """What a report should add about a layer that is swapped."""
@@ -165,7 +217,14 @@ class LayerState:
             raise UnknownExpert("its experts differ in dtype")
         hidden = layer.gate.wg.in_features
         if self.recipe is None:
-            self.recipe = find_recipe(modules[0], hidden)
+            # Of each make the first: numbers of the moment would not tell one from another.
+            makes = {_make_of(expert): expert for expert in reversed(modules)}
+            recipes = {find_recipe(expert, hidden) for expert in makes.values()}
+            if len(recipes) > 1:
+                raise UnknownExpert(
+                    f"its experts are built differently: {', '.join(sorted(map(str, recipes)))}"
+                )
+            (self.recipe,) = recipes
         for module in modules:
             check_numbers(module, self.recipe, hidden)
         experts = [LocalExpert(module, self.recipe) for module in modules]
@@ -177,7 +236,7 @@ class LayerState:
         if out != hidden:
             raise UnknownExpert(f"its experts give rows of {out}, not of hidden size {hidden}")
         total, topk = len(modules) * layer.ep_size, layer.gate.k
-        if topk > total:
+        if not 1 <= topk <= total:
             raise UnknownExpert(f"its gate chooses {topk} of {total} experts")
         shape = LayerShape(
             name=self.name,
@@ -198,32 +257,40 @@ class LayerState:
         return shape
 
 
-# Of a module's own, in front of what its class and its parameters say.
-_PATCHES = frozenset({"forward", "_call_impl", "weight", "bias"})
-
-
 def _look(layer: MOELayer) -> object:
-    """What an offer may refuse and a user may take back: hooks, patches, classes."""
+    """What an offer may refuse and a user may take back: hooks, patches, classes, sizes, dtypes.
+
+    Takes its time, as on DeepSpeed's own path there is some.
+    """
     experts = getattr(layer, "experts", None)
     if not isinstance(experts, nn.Module):
         return None
-    return hooks_around(experts), [
+    modules = [
         (
             id(module),
             (kind := type(module)),
             kind.forward,
             hooks_of(module),
-            _PATCHES & module.__dict__.keys(),
+            [(name, _value(value)) for name, value in vars(module).items() if is_own(name)],
+            [_value(table.get(name)) for table, name in class_attributes(kind)],
+            [_value(buffer) for buffer in module._buffers.values()],
         )
         for module in experts.modules()
     ]
+    return hooks_around(experts), modules, [_measures(p) for p in layer.parameters()]
 
 
-def hooks_around(experts: nn.Module) -> str:
-    """Names of hooks that run where DeepSpeed calls its Experts module; "" if there is none."""
-    world = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-    names = [getattr(hook, "__qualname__", "global") for part in world for hook in part.values()]
-    return ", ".join(filter(None, [*names, hooks_of(experts)]))
+def _value(attribute: object) -> object:
+    """Something that tells it from others by ``==``, which not every class answers in a word."""
+    is_plain = isinstance(attribute, str | int | float | None)
+    return attribute if is_plain else (type(attribute), id(attribute))
+
+
+def _measures(parameter: torch.Tensor) -> object:
+    try:
+        return parameter.shape, parameter.dtype, parameter.device
+    except Exception:  # a lazy one has none yet
+        return None
 
 
 def first_weight(layer: MOELayer) -> torch.Tensor | None:
@@ -237,59 +304,14 @@ def backend_of(weight: torch.Tensor) -> str:
     return "cuda" if weight.is_cuda else "cpu"
 
 
+def _make_of(expert: nn.Module) -> object:
+    """The same of experts of which one stands for all."""
+    tensors = [*expert.named_parameters(), *expert.named_buffers()]
+    return (
+        tuple((path, type(module)) for path, module in expert.named_modules()),
+        tuple(name for name, _ in tensors),
+    )
+
+
 def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def check_host(layer: MOELayer, expert_tp: bool) -> None:
-    """Refuse what lies around the experts: parallelism, gate, device.
-
-    Raises:
-        UnknownExpert: with the reason.
-    """
-    if layer.use_tutel:
-        raise UnknownExpert("it uses Tutel")
-    if bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
-        raise UnknownExpert("its model is tensor-parallel")
-    if groups._get_expert_model_parallel_world_size() > 1 or (expert_tp and groups.mpu is not None):
-        raise UnknownExpert("its experts are tensor-parallel")
-    if type(layer.gate) is not TopKGate:
-        raise UnknownExpert(f"its gate is a {type(layer.gate).__name__}, not DeepSpeed's TopKGate")
-    experts = layer.experts
-    if type(experts) is not DeepSpeedExperts:
-        raise UnknownExpert(f"its experts are a {type(experts).__name__}, not DeepSpeed's Experts")
-    if hooks := hooks_around(experts):
-        raise UnknownExpert(f"its Experts module has forward hooks ({hooks}), which would not run")
-    if "forward" in vars(experts):
-        raise UnknownExpert("its Experts module has a forward of its own, which would not run")
-    check_device({parameter.device for parameter in layer.parameters()})
-    total = layer.num_local_experts * layer.ep_size
-    if layer.gate.wg.out_features != total:
-        raise UnknownExpert(
-            f"its gate has {layer.gate.wg.out_features} outputs for {total} experts"
-        )
-    if layer.ep_group is not None and dist.get_world_size(layer.ep_group) != layer.ep_size:
-        raise UnknownExpert(
-            f"ep_size is {layer.ep_size}, its group has {dist.get_world_size(layer.ep_group)} ranks"
-        )
-
-
-def check_device(devices: set[torch.device]) -> None:
-    """Refuse parameters where no backend runs.
-
-    Raises:
-        UnknownExpert: with the reason.
-    """
-    if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", "cuda"}:
-        names = ", ".join(sorted(map(str, devices)))
-        raise UnknownExpert(f"its parameters are on {names}; wanted all on the CPU or on one GPU")
-    (device,) = devices
-    if device.type == "cpu":
-        return
-    if device.index != torch.cuda.current_device():
-        raise UnknownExpert(
-            f"its parameters are on {device}, and this process's current device is"
-            f" cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({device.index})"
-        )
-    if reason := device_obstacle(device):
-        raise UnknownExpert(reason)

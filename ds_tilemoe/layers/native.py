@@ -5,17 +5,15 @@ Shape letters: T tokens of this rank, H hidden.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.moe.sharded_moe import (
     FIRST_ALLTOALL_TIMER,
     MOE_TIMER,
@@ -25,20 +23,20 @@ from deepspeed.moe.sharded_moe import (
 from torch import Tensor
 
 from ds_tilemoe.backends.base import Expert, LayerChange, LayerShape
-from ds_tilemoe.backends.cuda_limits import router_fault
-from ds_tilemoe.errors import DeadlineError, RankFailure, TileMoEError
-from ds_tilemoe.layers.agreement import Offer
+from ds_tilemoe.errors import RankFailure, TileMoEError
+from ds_tilemoe.layers.agreement import collective
 from ds_tilemoe.layers.experts import AutocastExpert
 from ds_tilemoe.layers.layer_state import LayerState, Situation, dtype_name
+from ds_tilemoe.layers.meeting import decide, has_to_meet, refuse_capture
 from ds_tilemoe.layers.recognise import DTYPES
 from ds_tilemoe.layers.runtime import Runtime
-from ds_tilemoe.router_rules import uncovered
 from ds_tilemoe.routing import Routing
-from ds_tilemoe.symmetric_heap import gather
 
 # In the message of a RankFailure: not an end, but a call for another pre-flight.
 CHANGED = "another pre-flight is wanted"
-RANDOM = "dropout is active: training mode with p > 0"
+# Likewise (csrc/cpu/count_exchange.cpp): ranks that have gone back to different situations that
+# they had agreed on before, or are in different layers. The pre-flight says which.
+MISMATCH = "ranks run different layers in the same call: "
 MEASURING = "sequential"  # the mover whose combine begins when the producer has ended
 
 
@@ -81,7 +79,8 @@ class TileMOELayer(MOELayer):
         Raises:
             RankFailure: the gate failed, or input and weights do not match, on any rank.
             CapacityError, DeadlineError: see ``backends.base.Backend.forward``; DeadlineError also
-                for a collective of DeepSpeed's own path that did not end.
+                where the ranks' meeting before a call, or a collective of DeepSpeed's own path, did
+                not end.
             TileMoEError: the layer was unpickled or has no group; the ranks disagree.
         """
         state = self._tile
@@ -101,11 +100,13 @@ class TileMOELayer(MOELayer):
             )
         grad = torch.is_grad_enabled()
         # With grad enabled nothing is left to decide once the ranks have met.
-        meet = not runtime.met if grad else _has_to_meet(state, runtime, situation)
+        meet = not runtime.met if grad else has_to_meet(state, runtime, situation)
         while True:
             if meet:
-                _refuse_capture(state, runtime)
-                situation = self._preflight(runtime, situation, grad, input)
+                refuse_capture(state, runtime)
+                situation, for_good = decide(self, state, runtime, situation, grad, input)
+                if for_good:
+                    release(self)  # as apply() would have done
             if grad or state.kept is not None:
                 return _deepspeeds_path(self, state, runtime, input, kwargs)
             try:
@@ -113,49 +114,10 @@ class TileMOELayer(MOELayer):
             except LayerChange:  # on every rank (CUDA)
                 pass
             except RankFailure as failure:
-                if CHANGED not in str(failure):
+                # On every rank of the group; on CUDA a failure may be that of an earlier call.
+                if runtime.device == "cuda" or not re.search(f"{CHANGED}|{MISMATCH}", str(failure)):
                     raise
             meet = True
-
-    def _preflight(
-        self, runtime: Runtime, situation: Situation, grad: bool, input: tuple[Any, ...]
-    ) -> Situation:
-        """Decide about this call with the group; the situation that was decided."""
-        state = self._tile
-        assert state is not None
-        offer = state.offer(self, situation.dtype)
-        situation = state.situation(self)  # the offer has looked at the experts anew
-        if situation.is_random and not isinstance(offer.outcome, str):
-            offer = Offer(state.name, RANDOM)
-        if runtime.device == "cuda":
-            used_token = input[1] if len(input) > 1 else None
-            why_not = uncovered(self.gate, used_token, self.use_tutel)
-            if fault := router_fault(runtime.config, why_not, situation.dtype):
-                offer = Offer(state.name, fault, unmet=True)
-        # Strict is about what can be swapped, not about a hook or a dropout that comes and goes.
-        strict = state.session.config.strict and not (state.shapes or situation.is_random)
-        (decision,) = runtime.preflight(
-            [offer],
-            grad,
-            _count_tokens(input),
-            dtype_name(situation.dtype),
-            strict,
-            _is_first(state, runtime),
-        )
-        state.stats.settings = runtime.settings()
-        if grad:
-            return situation
-        if not isinstance(decision, str):
-            state.shapes[situation], state.kept = decision, None
-            return situation
-        state.kept = (situation, decision)
-        text = f"layer {state.name} takes DeepSpeed's path: {decision}"
-        if state.shapes or RANDOM in decision:
-            text += "; it overlaps again when that is gone"
-        else:
-            release(self)  # as apply() would have done
-        state.session.say_once(text, runtime.group)
-        return situation
 
     def _overlapped(self, runtime: Runtime, situation: Situation, input: tuple[Any, ...]) -> Tensor:
         state, backend = self._tile, runtime.backend
@@ -238,6 +200,11 @@ class TileMOELayer(MOELayer):
         self.timers(timer).stop()
         setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
+    def __copy__(self) -> TileMOELayer:
+        twin = self.__class__.__new__(self.__class__)  # as of any module: all it has is shared
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TileMOELayer:
         for group in (self.ep_group, self.gate.ep_group):
             if group is not None:
@@ -267,34 +234,6 @@ def release(layer: MOELayer) -> None:
     layer.__dict__.pop("_tile", None)
 
 
-def _is_first(state: LayerState, runtime: Runtime) -> bool:
-    """Whether a pre-flight now is one that all ranks of the job have in the same call."""
-    return not (runtime.is_open and state.shapes)
-
-
-def _refuse_capture(state: LayerState, runtime: Runtime) -> None:
-    if runtime.device == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise TileMoEError(
-            f"layer {state.name}: a CUDA graph is being captured, and the ranks have to meet, as"
-            " before a layer's first call, the first one in another dtype or mode, and each one on"
-            " DeepSpeed's path; fix: run one forward before the capture, as it will be captured"
-        )
-
-
-def _has_to_meet(state: LayerState, runtime: Runtime, situation: Situation) -> bool:
-    """Whether the group has to decide before this call; equal on all ranks in step.
-
-    On the backend a change on one rank travels in the count exchange (``_overlapped``). DeepSpeed's
-    path has no such word, so there the ranks ask each other in every call.
-    """
-    if state.kept is not None:
-        _refuse_capture(state, runtime)
-        with _collective(state.name, "the meeting of the ranks"):
-            meeting = runtime.meeting(_is_first(state, runtime))
-            return any(gather(situation != state.kept[0], meeting))
-    return _is_first(state, runtime)
-
-
 def _deepspeeds_path(
     layer: MOELayer,
     state: LayerState,
@@ -302,35 +241,15 @@ def _deepspeeds_path(
     input: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    if torch.is_grad_enabled():
+    grad = torch.is_grad_enabled()
+    if grad:
         state.session.say_once(
             "grad is enabled: MoE layers take DeepSpeed's own path; wrap inference in"
             " torch.no_grad() on all ranks to overlap",
             runtime.group,
         )
-    with _collective(state.name, "DeepSpeed's own path"):
+    with collective(state.name, "DeepSpeed's own path", grad):
         return MOELayer.forward(layer, *input, **kwargs)
-
-
-@contextlib.contextmanager
-def _collective(name: str, what: str) -> Iterator[None]:
-    """A rank in another grad mode is the usual cause of a collective that does not end."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not re.search("gloo|nccl", str(error), re.I):
-            raise
-        mode = "enabled" if torch.is_grad_enabled() else "disabled"
-        raise DeadlineError(
-            f"layer {name}: a collective of {what} did not end: {error}; every rank of the group"
-            f" must run the layer, in the same grad mode (here: {mode})"
-        ) from error
-
-
-def _count_tokens(input: tuple[Any, ...]) -> int:
-    """Of an input that has not been checked: that is for the call, which tells all ranks."""
-    x = input[0] if input else None
-    return x.numel() // x.shape[-1] if isinstance(x, Tensor) and x.numel() else 0
 
 
 def _check_input(

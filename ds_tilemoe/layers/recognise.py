@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from ds_tilemoe.layers.experts import (
     Recipe,
     hooks_of,
     is_linear,
+    is_own,
     is_registered,
 )
 
@@ -231,10 +233,49 @@ def _rows(hidden: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _randomise(module: nn.Module) -> None:
+    """Other numbers in all tensors that the forward may read: loading a checkpoint changes those of
+    buffers as well."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
     for seed, parameter in enumerate(module.parameters()):
         generator = torch.Generator(parameter.device).manual_seed(seed)
         scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
         parameter.normal_(generator=generator).mul_(scale)
+        known[id(parameter)] = parameter, parameter
+    for part in module.modules():
+        own = {name: value for name, value in vars(part).items() if is_own(name)}
+        vars(part).update(_with_other_numbers(own, known))
+        part._buffers.update(_with_other_numbers(dict(part._buffers), known))
+
+
+def _with_other_numbers(value: Any, known: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """A copy of ``value`` with other tensors in it.
+
+    Args:
+        value: a tensor, or a list, tuple or dict; anything else is given back.
+        known: id of a tensor -> it, and the one to take its place everywhere.
+    """
+    if type(value) is dict:
+        return {key: _with_other_numbers(item, known) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_other_numbers(item, known) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) not in known:
+        known[id(value)] = value, _other_numbers(value, seed=len(known))
+    return known[id(value)][1]
+
+
+def _other_numbers(tensor: Tensor, seed: int) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        generator = torch.Generator(tensor.device).manual_seed(seed)
+        dtype = torch.complex64 if tensor.is_complex() else torch.float32
+        options: dict[str, Any] = {"device": tensor.device, "dtype": dtype}
+        # Above zero: it may be a variance.
+        return torch.rand(tensor.shape, generator=generator, **options).add(0.5).to(tensor.dtype)
+    # They may be indices, of which one out of range would end all use of a GPU: the same ones in
+    # another order, or where they are all the same (a flag, a factor) none out of 0 and 1.
+    other = tensor.flip(list(range(tensor.dim())))
+    return (tensor == 0).to(tensor.dtype) if torch.equal(other, tensor) else other
 
 
 @contextlib.contextmanager

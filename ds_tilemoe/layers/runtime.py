@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -17,14 +16,12 @@ from torch import Tensor
 import ds_tilemoe
 from ds_tilemoe.backends.base import Backend, LayerShape
 from ds_tilemoe.config import TileOverlapConfig
-from ds_tilemoe.config_block import check_cpu_config
-from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError, TileMoEError
-from ds_tilemoe.layers.agreement import Decision, Message, Offer, agree
-from ds_tilemoe.op_builder import CPUTileMoEBuilder
-from ds_tilemoe.op_builder.jit import cache_root, find_compiler
+from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError
+from ds_tilemoe.layers.agreement import DEVICE, Decision, Message, Offer, agree, collective
+from ds_tilemoe.layers.device_op import make_backend, prepare_backend
 from ds_tilemoe.routing import Routing, route
 from ds_tilemoe.stats import LayerStats
-from ds_tilemoe.symmetric_heap import host_identity
+from ds_tilemoe.symmetric_heap import gather, host_identity
 
 logger = logging.getLogger("ds_tilemoe")
 
@@ -43,22 +40,28 @@ class Runtime:
         group: the group; None for a group of one, which needs no communication.
         config: this rank's settings.
         device: type of the device that the layers are on, "cpu" or "cuda", and name of the backend.
+        obstacle: why its op could not be built in apply(). It is not tried again in a forward.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, config: TileOverlapConfig, device: str = "cpu"
+        self,
+        group: dist.ProcessGroup | None,
+        config: TileOverlapConfig,
+        device: str = "cpu",
+        obstacle: Exception | None = None,
     ):
         self.group = group
         self.config = config
         self.device = device
         self.backend: Backend | None = None
         self.met = False  # a pre-flight of a forward has taken place
-        self.is_prepared = False  # what the backend runs with is loaded
+        self.is_prepared = False  # the backend is made, with what it runs with
         self.max_tokens: int | None = None
-        self._shapes: dict[LayerShape, None] = {}  # a set that keeps the order
+        self._shapes: dict[LayerShape, None] = {}  # agreed on; a set that keeps the order
         self._sinks: dict[str, LayerStats] = {}
         self._calls = 0
         self.reset()
+        self._obstacle = obstacle
 
     def reset(self) -> None:
         """Back to before the first forward: the next one measures tokens and repairs the heap."""
@@ -67,6 +70,8 @@ class Runtime:
         self.is_open = False
         self.met = False
         self.is_prepared = False
+        self._shapes = {}
+        self._obstacle: Exception | None = None
 
     def meeting(self, together: bool) -> dist.ProcessGroup | None:
         """The ranks that decide: the group; on CUDA, where new memory takes every rank of the job,
@@ -81,6 +86,7 @@ class Runtime:
         dtype: str | None = None,
         strict: bool | None = None,
         together: bool = True,
+        left: Sequence[str] = (),
     ) -> list[Decision]:
         """Decide about the offered layers and make the heap for them. A collective.
 
@@ -90,9 +96,11 @@ class Runtime:
             strict: takes the place of the setting.
             together: every rank of the job is here, and not this group alone; see :meth:`meeting`.
                 Else the heap may not grow.
+            left: see :class:`Message`.
 
         Raises:
             CapacityError, and what :func:`agree` raises: on every rank alike.
+            DeadlineError: a peer did not come.
         """
         fault = None
         if grad is not True and not self.is_prepared:
@@ -107,20 +115,42 @@ class Runtime:
                 tokens=tokens,
                 dtype=dtype,
                 fault=fault,
+                left=tuple(left),
             ),
             self.meeting(together),
         )
         decisions = agree(messages)
         self.met = self.met or grad is not None
-        self._shapes.update((d, None) for d in decisions if isinstance(d, LayerShape))
-        if grad is True or not self._shapes:
+        agreed = [decision for decision in decisions if isinstance(decision, LayerShape)]
+        self._shapes.update(dict.fromkeys(agreed))
+        # By what all ranks have just agreed on, and not by what this one knows besides.
+        if grad is True or not agreed:
             return decisions
         if self.max_tokens is None and tokens is not None:
             most = max(message.tokens or 0 for message in messages)
             self.max_tokens = max(LEAST_TOKENS, 1 << (most - 1).bit_length())
         if self.max_tokens is not None:
-            self._open(together)
+            names = ", ".join(shape.name for shape in agreed)
+            with collective(names, "the making of the heap", grad):
+                assert self.backend is not None
+                # A group that is the whole job is always together.
+                is_all = together or not self._is_part_of_job
+                self.backend.ensure(list(self._shapes), self.max_tokens, together=is_all)
+            self.is_open = True
         return decisions
+
+    def hear(self, failure: str, layers: str) -> str:
+        """What a rank of the group has failed by, the first one; "" if none has. A collective.
+
+        Args:
+            failure: of this rank.
+            layers: names, for the message.
+
+        Raises:
+            DeadlineError: a peer did not come.
+        """
+        with collective(layers, "apply()", None):
+            return next(filter(None, gather(failure, self.meeting(together=True))), "")
 
     def route(self, gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
         """Where the tokens go: by the backend's own router, or by DeepSpeed's gate."""
@@ -173,21 +203,28 @@ class Runtime:
             )
 
     def settings(self) -> dict[str, Any]:
-        """The block in force, with what "auto" stands for; empty before the heap is made."""
+        """The block in force, with what "auto" stands for as far as that is known; empty before the
+        backend is made."""
         if self.backend is None:
             return {}
-        chosen = {**self.backend.chosen, "max_tokens_per_rank": self.max_tokens}
-        return self.config.model_dump() | chosen
+        chosen = self.config.model_dump() | self.backend.chosen
+        if self.max_tokens is not None:  # else it is for the first call to say
+            chosen["max_tokens_per_rank"] = self.max_tokens
+        return chosen
 
     def _prepare(
         self, offers: Sequence[Offer], in_forward: bool
     ) -> tuple[Sequence[Offer], str | None]:
-        """Build the op before the exchange, so that a rank without a compiler can say so in it."""
+        """Make the backend before the exchange, so that a rank that cannot says so in it."""
         if all(isinstance(offer.outcome, str) for offer in offers):
             return offers, None
         try:
+            if self._obstacle:
+                raise self._obstacle
             alone = self.group is None
             prepare_backend(self.device, self.config, alone=alone, in_forward=in_forward)
+            if self.backend is None:
+                self.backend = make_backend(self.group, self.config, self.device)
             self.is_prepared = True
         except Exception as error:
             if isinstance(error, ConfigError):
@@ -198,21 +235,14 @@ class Runtime:
                     else Offer(offer.layer, str(error), unmet=True)
                     for offer in offers
                 ], None
-            if self.config.backend != "auto" or not isinstance(error, BuildError):
+            if not isinstance(error, BuildError):
+                what = f"the {self.device.upper()} backend cannot be made"
+                return offers, f"{what}: {type(error).__name__}: {error}"
+            if self.config.backend != "auto":
                 return offers, str(error)
             reason = f"the {self.device.upper()} backend could not be built: {error}"
             return [Offer(offer.layer, reason) for offer in offers], None
         return offers, None
-
-    def _open(self, together: bool) -> None:
-        if self.backend is None:
-            self.backend = make_backend(self.group, self.config, self.device)
-        assert self.max_tokens is not None
-        if self._is_part_of_job:
-            self.backend.ensure(list(self._shapes), self.max_tokens, together=together)
-        else:
-            self.backend.ensure(list(self._shapes), self.max_tokens)
-        self.is_open = True
 
     @property
     def _is_part_of_job(self) -> bool:
@@ -229,7 +259,7 @@ class Runtime:
             ("the version of torch", torch.__version__),
             ("the version of deepspeed", deepspeed.__version__),
             ("the host (boot id and pid namespace)", host_identity()),
-            ("the device of the layers", self.device),
+            (DEVICE, self.device),
         )
         return tuple((name, getattr(self.config, name)) for name in PROTOCOL) + versions
 
@@ -237,98 +267,27 @@ class Runtime:
         if meeting is None:
             return [message]
         messages: list[Any] = [None] * dist.get_world_size(meeting)
-        try:
+        names = ", ".join(offer.layer for offer in message.offers)
+        with collective(names, "the pre-flight", message.grad):
             dist.all_gather_object(messages, message, group=meeting)
-        except RuntimeError as error:
-            mode = {True: "enabled", False: "disabled", None: "not asked"}[message.grad]
-            raise TileMoEError(
-                f"the pre-flight of {', '.join(offer.layer for offer in message.offers)} did not"
-                f" end: {error}; every rank of the group must call ds_tilemoe.apply and"
-                f" the layer, in the same grad mode (here: {mode})"
-            ) from error
         return messages
-
-
-def prepare_backend(
-    device: str, config: TileOverlapConfig, alone: bool, in_forward: bool = False
-) -> None:
-    """Build or load what the layers on ``device`` run with; local.
-
-    Args:
-        device: "cpu" or "cuda".
-        config: this rank's settings.
-        alone: the group is this rank, so that nothing between ranks is wanted.
-        in_forward: peers may be in collectives that end after a while (NCCL's after 600 s), so
-            what layers can do without is loaded where it is built, and not built.
-
-    Raises:
-        BuildError: it cannot be built or run here.
-        ConfigError: a setting that this device cannot meet.
-    """
-    if config.backend not in ("auto", device):
-        raise ConfigError(
-            f'tile_overlap.backend: got "{config.backend}" for layers whose parameters are on'
-            f' {device}; wanted "{device}" or "auto"; fix: change it, or move the model'
-        )
-    from ds_tilemoe.op_builder import CUDATileMoEBuilder
-
-    if device == "cpu":
-        check_cpu_config(config)
-        CPUTileMoEBuilder().load()
-        return
-    from ds_tilemoe.backends.cuda_limits import check_config
-
-    check_config(config, torch.cuda.get_device_properties(0).multi_processor_count)
-    if not alone and importlib.util.find_spec("nvshmem") is None:
-        raise BuildError('got no nvshmem4py; wanted it; fix: pip install "ds_tilemoe[cuda]"')
-    CUDATileMoEBuilder().load()
-    try:
-        # Of it, the look at the experts in each forward.
-        if in_forward and not _is_built(CPUTileMoEBuilder()):
-            raise BuildError(
-                "its extension is not built; fix: call ds_tilemoe.apply after deepspeed.initialize,"
-                " which builds it"
-            )
-        CPUTileMoEBuilder().load()
-    except BuildError as error:
-        logger.warning("looking at the experts in each forward takes longer: %s", error)
-
-
-def _is_built(builder: CPUTileMoEBuilder) -> bool:
-    """Whether to load the op would compile nothing.
-
-    Raises:
-        BuildError: the compiler, a part of what the op is known by, does not run.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        return False
-    extension = builder._extension(compiler)
-    return (cache_root() / extension.name / extension.key() / extension.library).exists()
-
-
-def make_backend(
-    group: dist.ProcessGroup | None, config: TileOverlapConfig, device: str
-) -> Backend:
-    """The backend of one group; the only place that picks one."""
-    if device == "cuda":
-        from ds_tilemoe.backends.cuda import CudaBackend
-
-        return CudaBackend(group, config)
-    from ds_tilemoe.backends.cpu import CpuBackend
-
-    return CpuBackend(group, config)
 
 
 class Session:
     """One ``apply()``: its settings and a Runtime per expert-parallel group and kind of device.
 
     Copies share it.
+
+    Attributes:
+        config: the settings.
+        measuring: inside ``measure_combine_alone()``.
+        obstacles: why the op of a kind of device could not be built, for runtimes to come.
     """
 
     def __init__(self, config: TileOverlapConfig):
         self.config = config
-        self.measuring = False  # inside measure_combine_alone()
+        self.measuring = False
+        self.obstacles: dict[str, Exception] = {}
         self._runtimes: dict[tuple[int | None, str], Runtime] = {}
         self._said: set[str] = set()
 
@@ -337,7 +296,8 @@ class Session:
         key = (None if group is None else id(group), device)
         found = self._runtimes.get(key)
         if found is None:
-            found = self._runtimes[key] = Runtime(group, self.config, device)
+            obstacle = self.obstacles.get(device)
+            found = self._runtimes[key] = Runtime(group, self.config, device, obstacle)
         return found
 
     def runtimes(self) -> list[Runtime]:

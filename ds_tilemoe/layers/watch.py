@@ -10,9 +10,10 @@ than at the last look, which takes a fifth of the time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ds_tilemoe.backends.base import Experts
-from ds_tilemoe.layers.experts import LocalExpert, is_linear
+from ds_tilemoe.layers.experts import LocalExpert, is_linear, is_own
 from ds_tilemoe.layers.recognise import UnknownExpert
 from ds_tilemoe.op_builder import CPUTileMoEBuilder
 
@@ -28,6 +29,7 @@ _CHILDREN, _PARAMETERS = itemgetter("_modules"), itemgetter("_parameters")
 _PRE_HOOKS, _HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
 _DTYPE, _SHAPE, _FORWARD = attrgetter("dtype"), attrgetter("shape"), attrgetter("forward")
 _TRAINING = itemgetter("training")
+_GET = MappingProxyType.get  # of a class's __dict__, past what a lookup in it would make
 _DATA_PTR, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
 _ABSENT = object()
 # Hooks of all modules of the process.
@@ -71,6 +73,10 @@ class ExpertWatch:
         self._children = self._list_children()
         self._classes = list(dict.fromkeys(self._types))
         self._forwards = list(map(_FORWARD, self._classes))
+        of_classes = [pair for kind in self._classes for pair in class_attributes(kind)]
+        self._class_tables = [table for table, _ in of_classes]
+        self._class_names = [name for _, name in of_classes]
+        self._class_values = self._list_class_values()
         linears = dict.fromkeys(module for module in self._modules if is_linear(module))
         linears.update(dict.fromkeys(linear for cut in cuts for linear in cut.linears))
         self._linears = list(map(vars, linears))
@@ -84,11 +90,18 @@ class ExpertWatch:
         self._may_drop = [
             vars(module) for c in self._with_dropout for module in (c.expert, *c.dropouts)
         ]
-        # What the recipe, or the kernel's name for the activation, was read from.
         attributes = [pair for cut in cuts for pair in _attributes_of(cut)]
         self._owners = [table for table, _ in attributes]
         self._names = [name for _, name in attributes]
         self._values = [table[name] for table, name in attributes]
+        # What a module may yet put in front of its class: an attribute, or a method.
+        free = [
+            (table, name)
+            for kind, table in zip(self._types, self._tables, strict=True)
+            for _, name in class_attributes(kind)
+            if name not in table
+        ]
+        self._free_tables, self._free_names = [t for t, _ in free], [name for _, name in free]
         self._glance: Any = None  # of the last look, if the extension is there
         self._has_no_glance = False  # the extension has failed
         self.weight: Tensor
@@ -100,7 +113,9 @@ class ExpertWatch:
         """Whether the experts are as they were examined; their numbers and dtype may be others."""
         try:
             if self._glance is not None and self._glance.holds():
-                return not any(_HOOKS_OF_ALL) and self._has_its_classes()
+                if any(_HOOKS_OF_ALL) or (self._free_names and self._hides_its_class()):
+                    return False
+                return self._has_its_classes()
             is_in_order = self._is_whole() and self._see_operands()
         except Exception:  # a part that was there is gone
             is_in_order = False
@@ -158,10 +173,19 @@ class ExpertWatch:
             or not all(map(is_, self._list_plain_biases(), self._plain_biases))
             or list(map(dict.get, self._owners, self._names, repeat(_ABSENT))) != self._values
             or not self._has_its_classes()
+            or self._hides_its_class()
         )
 
     def _has_its_classes(self) -> bool:
-        return list(map(_FORWARD, self._classes)) == self._forwards
+        return list(map(_FORWARD, self._classes)) == self._forwards and (
+            not self._class_names or self._list_class_values() == self._class_values
+        )
+
+    def _list_class_values(self) -> list[Any]:
+        return list(map(_GET, self._class_tables, self._class_names, repeat(_ABSENT)))
+
+    def _hides_its_class(self) -> bool:
+        return any(map(contains, self._free_tables, self._free_names))
 
     def _list_plain_biases(self) -> list[Any]:
         """Of the linears: what hides a parameter; None is how a class may say that it has none."""
@@ -208,20 +232,27 @@ class ExpertWatch:
 
 
 def _attributes_of(cut: LocalExpert) -> Iterator[tuple[dict[str, Any], str]]:
-    """Tables and keys of an expert's attributes whose values its recipe stands on.
+    """Tables and keys of what an expert's forward may read beside its tensors, whose numbers the
+    recipe does not stand on: factors, words, flags, functions; and places that hold nothing yet.
 
-    An activation that is an attribute; else settings of the activation's module, like a GELU's
-    ``approximate``, and of any module but the linears the words, like "gelu".
+    Not of linears and dropouts, which are looked at by themselves.
     """
-    source, _, path = cut.recipe.activation.partition(":")
-    if source == "callable":
-        parent, _, name = path.rpartition(".")
-        yield vars(cut.expert.get_submodule(parent)), name
-    activation = cut.expert.get_submodule(path) if source == "module" else None
     for module in cut.expert.modules():
-        if is_linear(module) or module in cut.dropouts:
+        if type(module) is nn.Linear or module in cut.dropouts:
             continue
-        kinds = str | int | float if module is activation else str
-        for name, value in vars(module).items():
-            if isinstance(value, kinds) and not name.startswith("_") and name != "training":
+        for name in vars(module):
+            if is_own(name):
                 yield vars(module), name
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is None and not is_linear(module):
+                    yield table, name
+
+
+def class_attributes(kind: type[nn.Module]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Tables and keys of a user's class: methods and attributes that its forward may use."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing"):
+            for name in vars(base):
+                if name != "forward" and is_own(name) and not name.startswith("_abc_"):
+                    yield vars(base), name

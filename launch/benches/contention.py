@@ -2,12 +2,15 @@
 
     python launch/bench.py contention --simulate --seeds 100 --png docs/results/contention.png
     deepspeed --num_gpus 4 launch/bench.py contention
+    python launch/bench.py contention --part overhead
 
 Per shape and routing one record "steady": static splits, sequential, the rule (the largest split
 that adds no wave), the cost model alone, the controller from several first splits. Then "switch"
 and "mixed" (lengths and routings in turn). With --simulate also "drift" and "bursts", and
 calibrations that are wrong by up to 30 %; on GPUs "overhead": signals and controller on against
-off. Controllers learn from each call here; in a layer, of calls below 200 us, from one of 8.
+off, eager and as a CUDA graph. ``--part`` names some of them; on one GPU, where nothing is remote,
+there is the overhead alone. Controllers learn from each call here; in a layer, of calls below
+200 us, from one of 8.
 """
 
 from __future__ import annotations
@@ -29,10 +32,17 @@ from benches.contention_calls import (
     pool,
     traces,
 )
-from benches.contention_records import SETTLE, steady_record, switch_record, trace_record
+from benches.contention_records import (
+    OVERHEAD,
+    PARTS,
+    SETTLE,
+    steady_record,
+    switch_record,
+    trace_record,
+)
 from benches.contention_simulate import simulate
 from benches.contention_study import Trial
-from benches.records import BenchError, at_least, sizes
+from demo.options import at_least, sizes, wrong
 from ds_tilemoe.config_block import BLOCK
 from ds_tilemoe.simulator import TILES, Simulator
 
@@ -61,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = {"action": "extend", "nargs": "+"}
     names = "M,N,K,LOCAL_EXPERTS,TOPK,TILE_N"
     parser.add_argument("--simulate", action="store_true", help="one process, no GPU")
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="repeatable; mixed has all traces; else all"
+    )
     parser.add_argument("--ranks", type=at_least(2), default=4, help="simulated ranks")
     parser.add_argument(
         "--seeds", type=at_least(1), default=4, help="runs of each case; first splits in turn"
@@ -86,25 +99,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", type=Path, help="write the choices as a config block")
 
 
+def check(args: argparse.Namespace) -> None:
+    """What is wrong whatever the machine.
+
+    Raises:
+        InputError: names the flag.
+    """
+    if args.simulate and OVERHEAD in (args.part or ()):
+        raise wrong("--part", OVERHEAD, "a part that can be simulated", "leave out --simulate")
+    if args.part and "steady" not in args.part:
+        for flag in ("png", "export"):
+            if getattr(args, flag) is not None:
+                got = f"it without --part steady, whose results it shows ({' '.join(args.part)})"
+                raise wrong(f"--{flag}", got, "both or neither", "add --part steady")
+    if args.png is not None:
+        plot.need_matplotlib()
+    for case in (Case(*shape) for shape in args.shape or () if args.simulate):
+        if (case.tile_n, case.n, case.k) not in TILES:
+            got = f"N {case.n} K {case.k} tile_n {case.tile_n}"
+            known = ", ".join(f"N {n} K {k} tile_n {t}" for t, n, k in TILES)
+            raise wrong("--shape", got, "one that was measured", f"take one of {known}")
+
+
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields records; see the module.
 
-    Raises:
-        BenchError: --png without matplotlib; in the simulator, a shape that was never measured;
-            else what ``contention_gpus.on_gpus`` raises.
+    Raises: what ``contention_gpus.on_gpus`` raises.
     """
-    if args.png is not None:
-        plot.need_matplotlib()
     if args.quick:
         args.rounds, args.seeds = FEWEST_ROUNDS, len(QUICK_STARTS)
     named = [Case(*shape) for shape in args.shape or ()]
+    parts = list(dict.fromkeys(args.part or (PARTS[:-1] if args.simulate else PARTS)))
     cases = named or (QUICK_CASES if args.quick else CASES)
     routings = args.routing or list(ROUTINGS)
     splits = args.split or (QUICK_SPLITS if args.quick else SPLITS)
     drawn: list[dict[str, Any]] = []
     writes = int(os.environ.get("RANK", 0)) == 0  # every rank has all records
-    found = (_simulated if args.simulate else _on_gpus)(args, cases, routings, splits)
+    found = (_simulated if args.simulate else _on_gpus)(args, parts, cases, routings, splits)
     for record, trial in found:
+        record |= {"parts": parts}
         drawn.append({"record": record, "trial": trial})
         if args.export is not None and record["study"] == "steady" and writes:
             _export(args.export, trial)
@@ -115,34 +148,30 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _simulated(
     args: argparse.Namespace,
+    parts: Sequence[str],
     cases: Sequence[Case],
     routings: Sequence[str],
     splits: Sequence[int],
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
-    for case in cases:
-        if (case.tile_n, case.n, case.k) not in TILES:
-            known = ", ".join(f"N {n} K {k} tile_n {t}" for t, n, k in TILES)
-            raise BenchError(
-                f"--shape: got N {case.n} K {case.k} tile_n {case.tile_n}, wanted one that was"
-                f" measured: {known}"
-            )
     ranks = args.ranks
     starts = QUICK_STARTS if args.quick else STARTS
     for case in cases:
         simulators = {case.tokens: Simulator(case.problem(ranks))}
-        for routing in routings:
+        for routing in routings if "steady" in parts else ():
             some = pool(case, routing, ranks)
             calls = in_turn(case, some, args.rounds)
             trials = simulate(simulators, calls, splits, range(args.seeds), starts)
             record = steady_record(case, routing, ranks, trials, True)
             yield record | {"hot_ratio": round(hot_ratio(some[0]), 3)}, trials[0]
-        for before, after in SWITCHES:
+        for before, after in SWITCHES if "switch" in parts else ():
             half = args.rounds // 2
             pools = pool(case, before, ranks), pool(case, after, ranks, hot=1)
             calls = in_turn(case, pools[0], half) + in_turn(case, pools[1], half)
             trials = simulate(simulators, calls, splits, range(max(FEWEST_SWITCHES, args.seeds)))
             record = switch_record(case, (before, after), ranks, half, trials, True)
             yield record | {"hot_ratio": [round(hot_ratio(p[0]), 3) for p in pools]}, trials[0]
+    if "mixed" not in parts:
+        return
     every = tuple(dict.fromkeys((*MIXED_SPLITS, *splits)))
     for case in {(c.n, c.k, c.tile_n): c for c in reversed(cases)}.values():
         lengths = dict.fromkeys((*MIXED_TOKENS, case.tokens))
@@ -157,6 +186,7 @@ def _simulated(
 
 def _on_gpus(
     args: argparse.Namespace,
+    parts: Sequence[str],
     cases: Sequence[Case],
     routings: Sequence[str],
     splits: Sequence[int],
@@ -166,6 +196,7 @@ def _on_gpus(
 
     starts = QUICK_STARTS if args.quick else STARTS
     effort = Effort(
+        parts=parts,
         rounds=args.rounds,
         starts=[starts[run % len(starts)] for run in range(args.seeds)],
         segment=QUICK_SEGMENT if args.quick else SEGMENT,

@@ -52,7 +52,7 @@ def pool(case: Case, routing: str, ranks: int, hot: int = 0) -> list[Counts]:
     few ranks cannot have it, nearly all rows go to one rank: records have the hot_ratio."""
     made = []
     for seed in range(POOL):
-        if (ROUTINGS[routing] or 0) > MOST_SKEW * ranks:
+        if routing.endswith("skew") and (ROUTINGS[routing] or 0) > MOST_SKEW * ranks:
             counts = _most_skewed(case, ranks, seed)
         else:
             counts = routing_counts(

@@ -23,7 +23,10 @@ from benches.contention_calls import (
     traces,
 )
 from benches.contention_operator import GpuOperator, open_operator, open_world
+from benches.contention_overhead import overhead
 from benches.contention_records import (
+    OVERHEAD,
+    PARTS,
     SETTLE,
     runs_told,
     shape_fields,
@@ -43,21 +46,25 @@ COLUMNS = (
     *("controller_us", "controller_split", "controller_over_best", "iterations_to_settle"),
     *("changes_per_50", "rule_over_best", "worst_over_sequential", "sequential_us"),
     *("worst_static_over_controller", "on_over_off", "added_us"),
+    *("graph_on_over_off", "graph_added_us"),
 )
 
 
 class Effort(NamedTuple):
-    """What bounds the time on the device.
+    """What is run, and what bounds the time on the device.
 
     Attributes:
+        parts: of PARTS.
         rounds: S of a steady trial; of a trace twice as many.
         starts: first splits, one a trial; None = the cost model's.
         segment: calls behind each switch.
         pairs: of routings that are switched.
-        leading: static splits of each steady routing that are tried again behind switches.
+        leading: static splits of each steady routing that are tried again behind switches; without
+            the steady part, all of them.
         traces: trials of the mixed trace.
     """
 
+    parts: Sequence[str]
     rounds: int
     starts: Sequence[int | None]
     segment: int
@@ -75,14 +82,17 @@ def on_gpus(
     splits: Sequence[int],
     effort: Effort,
 ) -> Iterator[Found]:
-    """Every study of every case; every rank makes all records.
+    """The studies of every case; every rank makes all records.
 
     Raises:
-        BenchError: no GPUs, another process computes there, or a result is wrong.
+        InputError: no GPUs, or too few for a part.
+        BenchError: another process computes there, or a result is wrong.
     """
-    world = open_world()
+    world = open_world(effort.parts)
     rows: list[dict[str, Any]] = []
-    runs = len(effort.starts) * (len(routings) + len(effort.pairs)) + effort.traces + 1
+    starts = len(effort.starts)
+    runs_of = (starts * len(routings), starts * len(effort.pairs), effort.traces, 1)
+    runs = sum(n for part, n in zip(PARTS, runs_of, strict=True) if part in effort.parts)
     with world.progress(len(cases) * runs, "contention") as bar:
         for case in cases:
             bar.set_postfix_str(f"{case.m},{case.n},{case.k}")
@@ -100,24 +110,33 @@ class _Study:
 
     def all(self, routings: Sequence[str], splits: Sequence[int]) -> Iterator[Found]:
         world, case, effort = self._world, self._case, self._effort
-        names = dict.fromkeys(("balanced", *routings, *(n for p in effort.pairs for n in p)))
+        parts = effort.parts
+        names = dict.fromkeys(
+            (
+                "balanced",  # of the overhead, and of the checks
+                *(routings if "steady" in parts else ()),
+                *(n for pair in effort.pairs for n in pair if "switch" in parts),
+            )
+        )
         pools = {
-            (name, hot): pool(case, name, world.ranks, hot) for name in names for hot in (0, 1)
+            (name, hot): pool(case, name, world.ranks, hot)
+            for name in names
+            for hot in ((0, 1) if "switch" in parts else (0,))
         }
-        mixed = traces(case, world.ranks, 2 * effort.rounds)["mixed"]
+        mixed: Calls = []
+        if "mixed" in parts:
+            mixed = traces(case, world.ranks, 2 * effort.rounds)["mixed"]
         every = [c for some in pools.values() for c in some] + [c for _, c in mixed]
         counts = list({id(c): c for c in every}.values())
-        checked = (*splits, *MIXED_SPLITS)
+        checked = () if set(parts) == {OVERHEAD} else (*splits, *MIXED_SPLITS)
         with open_operator(world, case, counts, checked) as operator:
+            calibrated = dataclasses.asdict(operator.machine) if world.ranks > 1 else {}
             same = {
                 **world.fields(),
                 "simulated": False,
                 "max_rel_err": operator.max_rel_err,
                 "bit_equal": True,  # or nothing would have been timed
-                "calibrated": {
-                    name: round(value, 4)
-                    for name, value in dataclasses.asdict(operator.machine).items()
-                },
+                "calibrated": {name: round(value, 4) for name, value in calibrated.items()},
             }
             for record, trial in self._records(operator, routings, splits, pools, mixed):
                 yield record | same, trial
@@ -132,8 +151,9 @@ class _Study:
     ) -> Iterator[Found]:
         case, effort, ranks = self._case, self._effort, self._world.ranks
         hot = {name: round(hot_ratio(some[0]), 3) for (name, _), some in pools.items()}
+        parts = effort.parts
         leading: set[int] = set()
-        for routing in routings:
+        for routing in routings if "steady" in parts else ():
             calls = in_turn(case, pools[routing, 0], effort.rounds)
             trials = [
                 self._drive(operator, calls, splits, seed, start)
@@ -143,19 +163,22 @@ class _Study:
             record = steady_record(case, routing, ranks, trials, False)
             told = {"hot_ratio": hot[routing], "trials": runs_told(trials)}
             yield record | told, trials[0]
-        for pair in effort.pairs:
-            for (before, after), pieces in self._switches(operator, pair, sorted(leading), pools):
+        again = sorted(leading or splits)
+        for pair in effort.pairs if "switch" in parts else ():
+            for (before, after), pieces in self._switches(operator, pair, again, pools):
                 record = switch_record(case, (before, after), ranks, effort.segment, pieces, False)
                 yield record | {"hot_ratio": [hot[before], hot[after]]}, pieces[0]
-        trials = [
-            self._drive(operator, mixed, MIXED_SPLITS, seed, None, with_models=False)
-            for seed in range(effort.traces)
-        ]
-        yield trace_record(case, "mixed", ranks, trials, MIXED_SPLITS, False), trials[0]
-        self._bar.update()
-        found = operator.overhead(pools["balanced", 0], OVERHEAD_PAIRS)
-        record = shape_fields(case, "balanced", ranks) | {"study": "overhead", **found}
-        yield record | {"hot_ratio": hot["balanced"]}, None
+        if "mixed" in parts:
+            trials = [
+                self._drive(operator, mixed, MIXED_SPLITS, seed, None, with_models=False)
+                for seed in range(effort.traces)
+            ]
+            yield trace_record(case, "mixed", ranks, trials, MIXED_SPLITS, False), trials[0]
+        if OVERHEAD in parts:
+            self._bar.update()
+            found = overhead(self._world, operator, pools["balanced", 0], OVERHEAD_PAIRS)
+            record = shape_fields(case, "balanced", ranks) | {"study": OVERHEAD, **found}
+            yield record | {"hot_ratio": hot["balanced"]}, None
 
     def _switches(
         self,

@@ -1,4 +1,4 @@
-"""``contention_study.Operator`` by the CUDA kernels, and what its signals and controller cost.
+"""``contention_study.Operator`` by the CUDA kernels, and its calls in a row.
 
 A process drives the rank that it is; its controller learns from this rank's records of calls alone.
 """
@@ -6,8 +6,6 @@ A process drives the rank that it is; its controller learns from this rank's rec
 from __future__ import annotations
 
 import contextlib
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,20 +19,21 @@ from benches.calls import (
     positions_of,
     random_rows,
 )
-from benches.clock import Timer
 from benches.contention_calls import Case, Counts
+from benches.contention_records import OVERHEAD
 from benches.gpus import need_alone
 from benches.operator_check import check_result, check_variants
 from benches.operator_cuda import CudaOperator
 from benches.ranks import World, command, join, shuffled
-from benches.records import BenchError, median, microseconds, number, ratio
+from benches.records import BenchError, median
+from demo.options import wrong
 from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends.base import Experts
 from ds_tilemoe.backends.cuda_layer import Split
 from ds_tilemoe.backends.cuda_records import Record
 from ds_tilemoe.backends.cuda_split import MOVERS
 from ds_tilemoe.controller import Observation, observation
-from ds_tilemoe.cost_model import ALL_TAIL_WAVES, Choice
+from ds_tilemoe.cost_model import ALL_TAIL_WAVES, Choice, Machine
 from ds_tilemoe.routings import routing_ids
 
 DTYPE = torch.bfloat16
@@ -42,22 +41,27 @@ WEIGHT_SEED = 1000
 TRIES = 5  # of a call for whose time a host was too late
 COPY_SPLITS = (8, 10, 12, 16, 24, 32, 48)  # one of them fills the link
 COPY_ROUNDS = 5
-LEARNING = 40  # calls before a controller's choice is taken for its last
 ORDER_SEED = 77
 
 
-def open_world() -> World:
+def open_world(parts: Sequence[str]) -> World:
     """The ranks, on GPUs of their own. A collective.
 
+    Args:
+        parts: what is to be run.
+
     Raises:
-        BenchError: there are no two GPUs, or another process computes on one.
+        InputError: there are no GPUs, or one, on which only the overhead can be measured.
+        BenchError: another process computes on one.
     """
     world = join()
-    if not world.on_gpu or world.ranks < 2:
-        raise BenchError(
-            f"got {world.ranks} rank(s) on {world.device.type}, wanted 2 or more on GPUs:"
-            f" {command('contention', 4)}; or no GPU: add --simulate"
-        )
+    if not world.on_gpu:
+        fix = f"{command('contention', 4)}; or no GPU: add --simulate"
+        raise wrong("contention", f"{world.ranks} rank(s) on {world.device.type}", "GPUs", fix)
+    if world.ranks < 2 and (moving := [part for part in parts if part != OVERHEAD]):
+        got = f"{', '.join(moving)} on one rank, where nothing is remote"
+        fix = f"{command('contention', 4)}; or name --part {OVERHEAD} alone"
+        raise wrong("--part", got, f"2 or more ranks, or {OVERHEAD}", fix)
     need_alone(world)
     return world
 
@@ -69,8 +73,8 @@ def open_operator(
     """The operator of one layer, whose results have been checked. A collective.
 
     Args:
-        counts: all C [W, E] that calls will have: these very arrays, as each has routes of its own,
-            which are made here.
+        counts: all C [W, E] that calls will have, two or more: these very arrays, as each has
+            routes of its own, which are made here.
         splits: of the consumer, checked.
 
     Raises:
@@ -83,7 +87,8 @@ def open_operator(
 
 
 class GpuOperator(CudaOperator):
-    """See ``contention_study.Operator``; and :meth:`overhead`.
+    """See ``contention_study.Operator``; :meth:`launch` and what stands around it is for calls in a
+    row, as a model makes them.
 
     Args:
         world: the ranks.
@@ -92,7 +97,7 @@ class GpuOperator(CudaOperator):
 
     Attributes:
         ranks: this process's.
-        machine, work: as the backend has calibrated it; of the layer.
+        work: of the layer.
         records: of the calls before the last ``finish``.
         max_rel_err: of the checked calls.
     """
@@ -109,10 +114,7 @@ class GpuOperator(CudaOperator):
         )
         settings = Settings("compact", case.tile_n, 1, "auto")
         super().__init__(world, shape, DTYPE, settings, self._routed, weights)
-        machine = self._backend._splits._machine
-        if machine is None:
-            raise BenchError("the backend has calibrated no machine; wanted adaptive.enabled")
-        self.ranks, self.machine, self.work = (world.rank,), machine, self._layer.work
+        self.ranks, self.work = (world.rank,), self._layer.work
         self.records: list[Record] = []
         self._static = self._split
         self._counts = list(counts)  # they live, so that their ids stay theirs
@@ -122,9 +124,24 @@ class GpuOperator(CudaOperator):
         bands = [int((-(-c.sum(axis=0)[own] // self.work.tile_m)).sum()) for c in counts]
         self._all_rows, self._used = self._source, [b * self.work.tile_m for b in bands]
         self._copy_ctas = COPY_SPLITS[0]
+        self._stamped = Experts(self._experts)
+        self._stamped.stamp = object()  # they stay where they are
+
+    @property
+    def machine(self) -> Machine:
+        """As the backend has calibrated it.
+
+        Raises:
+            BenchError: it has not, as on one rank nothing is to be chosen.
+        """
+        machine = self._backend._splits._machine
+        if machine is None:
+            raise BenchError("the backend has calibrated no machine; wanted adaptive.enabled")
+        return machine
 
     def prove(self, splits: Sequence[int]) -> None:
-        """Checks each split and the mover "none", then finds the fastest copy for "sequential".
+        """Checks each split and the mover "none", then, if anything is to be copied, finds the
+        fastest copy for "sequential".
 
         Raises:
             BenchError: a result is wrong.
@@ -132,9 +149,11 @@ class GpuOperator(CudaOperator):
         self.enqueue(Variant("sequential", 1), 0)
         self.finish()
         self.max_rel_err = check_result(self._world, self, self._routed[0], DTYPE)
-        extremes = (1, self.machine.sms - 1)
+        extremes = (1, self._backend.sms - 1)
         variants = [Variant("sm", c) for c in sorted({*splits, *extremes})]
         check_variants(self._world, self, [*variants, Variant("none", 0)], self.y.clone())
+        if self._world.ranks == 1:
+            return
         samples = np.full((COPY_ROUNDS, len(COPY_SPLITS)), np.nan)
         for index, order in shuffled(len(COPY_SPLITS), COPY_ROUNDS, ORDER_SEED):
             for i in order:
@@ -178,6 +197,7 @@ class GpuOperator(CudaOperator):
     def finish(self) -> None:
         """See ``calls.Operator``; the records are kept."""
         self._world.synchronize()
+        self._heap.bring_record()
         self._heap.failures.raise_heard("bench.py contention")
         self.records = self._heap.ring.poll()
         if len(self.records) != len(self._unfinished):
@@ -201,87 +221,61 @@ class GpuOperator(CudaOperator):
             " wanted a host that nobody else keeps busy"
         )
 
-    # -- signals and controller, on and off ---------------------------------------------------
+    # -- calls in a row -----------------------------------------------------------------------
 
-    def overhead(self, counts: Sequence[Counts], rounds: int) -> dict[str, object]:
-        """us of a call among others, as a model makes them, paired: on, the backend chooses the
-        split, scale leaves a record and the controller learns from it; off, none of that, and the
-        split at which the controller has arrived. A collective.
+    def number_of(self, counts: Counts) -> int:
+        """Of C among those that the operator was made with."""
+        return self._number[id(counts)]
+
+    def choose(self, number: int, capturing: bool = False) -> tuple[Split, int | None]:
+        """The backend's choice for the next call of these counts, and the address of the word from
+        which a captured call reads its consumer CTAs; None if it reads none."""
+        splits, layer = self._backend._splits, self._layer
+        tokens = len(self._routings[number].ids)
+        split = splits.choose(layer, tokens, "auto", capturing)
+        reads = capturing and split.mover is abi.Mover.SM
+        return split, splits.wanted_word(layer, tokens) if reads else None
+
+    def learn(self) -> None:
+        """The backend's controller, if there is one, sees the calls that have ended."""
+        self._backend._splits.observe(self._heap.ring.poll())
+
+    def launch(
+        self, number: int, split: Split, leaves_record: bool, wanted: int | None = None
+    ) -> Callable[[], None]:
+        """A call among others, of these counts; returns what launches it again with the same
+        tensors, as long as no other call has been launched, or in a graph.
 
         Args:
-            counts: of the calls in turn.
-            rounds: pairs of loops.
-
-        Returns:
-            Fields of a record.
+            leaves_record: whether the call before leaves one.
+            wanted: of :meth:`choose`.
         """
-        world, layer, splits = self._world, self._layer, self._backend._splits
-        numbers = [self._number[id(c)] for c in counts]
-        tokens = len(self._routings[numbers[0]].ids)
-        experts = Experts(self._experts)
-        experts.stamp = object()  # they stay where they are
-        ring = self._heap.ring
-        records = self._heap.records_address
-        signals_ns: list[int] = []
+        layer, routes = self._layer, self._routings[number]
+        made = layer.prepare(routes.x, self._stamped, *routes[1:])
+        self._call, self._y = made, made.y  # its tensors live until the next one
 
-        def call(indices: Iterator[int], split: Split, address: int | None) -> None:
+        def again(_held: object = made) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            routes = self._routings[next(indices)]
-            made = layer.prepare(routes.x, experts, *routes[1:])
-            self._call = made  # its tensors live until the next one
-            layer._combine.scale.records = address
-            self._exchange(tokens, made.places, split, stream)
-            side, events = self._beside
-            layer.launch_combine(split, False, side, events, stream)
+            layer._exchange.records = self._heap.records_address if leaves_record else None
+            timeout_ns = self._timeout_ns
+            layer.launch_exchange(0, len(routes.ids), True, split, wanted, timeout_ns, stream)
+            layer.launch_combine(split, wanted is not None, *self._beside, stream)
 
-        def on(indices: Iterator[int]) -> None:
-            began = time.perf_counter_ns()
-            splits.observe(ring.poll())
-            split = splits.choose(layer, tokens, "auto", False)
-            signals_ns.append(time.perf_counter_ns() - began)
-            call(indices, split, records)
+        again()
+        return again
 
-        def in_turn(one: Callable[[Iterator[int]], None]) -> Callable[[], None]:
-            indices = itertools.cycle(numbers)
-            return lambda: one(indices)
+    def settle(self) -> None:
+        """Behind calls in a row: the device is idle, records are on again, and what the calls have
+        left is dropped.
 
-        ring.poll()
-        learn = in_turn(on)
-        for _ in range(LEARNING):
-            learn()
-            world.synchronize()
-        fixed = splits.choose(layer, tokens, "auto", False)
-        loops = {
-            "on": Timer(world, in_turn(on)),
-            "off": Timer(world, in_turn(lambda indices: call(indices, fixed, None))),
-        }
-        names = list(loops)
-        samples = np.full((2, rounds), np.nan)
-        signals_ns.clear()
-        for index, order in shuffled(len(names), rounds, ORDER_SEED):
-            for i in order:
-                us = loops[names[i]].steady()
-                if index >= 0:
-                    samples[i, index] = us
-        layer._combine.scale.records = records
-        world.synchronize()
+        Raises:
+            DeadlineError: a kernel has waited in vain.
+        """
+        self._layer._exchange.records = self._heap.records_address
+        self._world.synchronize()
+        self._heap.bring_record()
         self._heap.failures.raise_heard("bench.py contention")
-        ring.poll()
-        on_us, off_us = world.reduce(samples)
-        (signals,) = world.reduce(np.array([np.median(signals_ns) / 1e3]))
-        return {
-            "rounds": rounds,
-            "calls": loops["on"].calls,
-            "num_consumer_ctas": world.gather(fixed.num_consumer_ctas),
-            **microseconds("on", on_us),
-            **microseconds("off", off_us),
-            **ratio("on_over_off", on_us, off_us),
-            **microseconds("added", on_us - off_us),
-            # Of the host: what a record and the choice cost it, in a call, and a call's launches.
-            "signals_host_us": number(float(signals)),
-            "on_host_us": number(loops["on"].host_us),
-            "off_host_us": number(loops["off"].host_us),
-        }
+        self._heap.ring.poll()
 
 
 def split_of(choice: Choice) -> Split:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benches.records import BenchError
+from demo.options import wrong
 
 COLOURS = {"balanced": "C0", "uniform": "C2", "moderate_skew": "C1", "stress_skew": "C3"}
 
@@ -18,12 +18,11 @@ def need_matplotlib() -> None:
     """Say so before anything is run.
 
     Raises:
-        BenchError: it is not installed.
+        InputError: it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError(
-            'got --png and no matplotlib; wanted it; fix: pip install "ds_tilemoe[bench]"'
-        )
+        fix = 'pip install "ds_tilemoe[bench]"'
+        raise wrong("--png", "no matplotlib", "it to be installed", fix)
 
 
 def draw(path: Path, found: Sequence[dict[str, Any]]) -> None:

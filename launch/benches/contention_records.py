@@ -12,6 +12,8 @@ from benches.contention_study import CLOSE, Trial, is_close
 from benches.records import cpu_name, microseconds, number, ratio
 from ds_tilemoe.controller import Controller
 
+OVERHEAD = "overhead"
+PARTS = ("steady", "switch", "mixed", OVERHEAD)  # of the bench; traces are the third
 SETTLE = 20  # calls in which the controller has to settle
 STEADY = slice(SETTLE, None)
 AFTER_SWITCH = 8

@@ -33,12 +33,16 @@ class Operator(Protocol):
 
     Attributes:
         ranks: those whose splits this process chooses: all in the simulator, one on a GPU.
-        machine: as calibrated. work: of the layer.
+        work: of the layer.
     """
 
     ranks: Sequence[int]
-    machine: Machine
     work: Work
+
+    @property
+    def machine(self) -> Machine:
+        """As calibrated."""
+        ...
 
     def run(self, choices: Sequence[Choice], counts: Counts) -> tuple[float, list[Observation]]:
         """One call: us until the slowest rank of the group has ended, and what the call left behind

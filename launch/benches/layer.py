@@ -20,7 +20,6 @@ import gc
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,56 +29,19 @@ import ds_tilemoe
 from benches import layer_check, layer_others, layer_parts, layer_timeline
 from benches.calls import hot_ratio
 from benches.gpus import need_alone
-from benches.layer_models import EXPERT_KINDS, Layers, LayerShape, make_ids, make_input, make_routed
+from benches.layer_models import Layers, LayerShape, make_ids, make_input, make_routed
+from benches.layer_options import add_arguments as add_arguments
+from benches.layer_options import check as check
+from benches.layer_options import settle
 from benches.layer_times import PEERS, time_layers
 from benches.operator import DTYPES
 from benches.ranks import World, command, join
-from benches.records import (
-    FEWEST_ROUNDS,
-    BenchError,
-    at_least,
-    microseconds,
-    number,
-    ratio,
-    sizes,
-    table,
-)
+from benches.records import microseconds, number, ratio, table
+from demo.options import InputError, refusal, wrong
 from ds_tilemoe.router_rules import uncovered
 from ds_tilemoe.routings import ROUTINGS
 
-NAMES = "TOKENS,HIDDEN,FFN,EXPERTS,TOPK"
-SHAPES = (
-    (8192, 8192, 2048, 64, 2),
-    (8192, 1024, 4096, 64, 2),
-    (8192, 512, 2048, 64, 2),
-    (4096, 4096, 1536, 128, 8),
-    (4096, 7168, 2048, 256, 8),
-    (4096, 1024, 4096, 64, 2),
-    (4096, 4096, 2048, 64, 2),
-)
-DECODE = tuple((tokens, 4096, 1536, 128, 8) for tokens in (1, 4, 16, 64))
-CPU_SHAPES = ((64, 64, 96, 8, 2),)
 FRESH = 4  # inputs
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``layer``."""
-    add = parser.add_argument
-    several = {"action": "extend", "nargs": "+"}
-    add("--shape", **several, type=sizes(NAMES), metavar=NAMES, help="several; a rank's T")
-    add("--decode", action="store_true", help="1, 4, 16 and 64 tokens a rank instead")
-    add("--expert-kind", action="append", choices=list(EXPERT_KINDS), help="repeatable; both")
-    add("--routing", action="append", choices=list(ROUTINGS), help="repeatable")
-    add("--mode", action="append", choices=["eager", "graph"], help="repeatable; both on a GPU")
-    add("--peers", choices=list(PEERS), default="all", help="timed beside ours")
-    add("--others", nargs="*", choices=layer_others.OTHERS, help="all installed; no name: none")
-    add("--block", default="{}", metavar="JSON", help='of "tile_overlap", for the swapped layer')
-    add("--rounds", type=at_least(FEWEST_ROUNDS), default=100, help=f"{FEWEST_ROUNDS} or more")
-    add("--peer-rounds", type=at_least(10), default=30, help="of them, with the slow peers")
-    add("--dtype", choices=list(DTYPES), help="bfloat16; float32 on a CPU")
-    add("--seed", type=at_least(0), default=0)
-    add("--quick", action="store_true", help="50 rounds; first shape and kind if none is named")
-    add("--timeline", type=Path, metavar="FILE", help="draw a call of the first case and mode")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -89,10 +51,12 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         A record a mode.
 
     Raises:
-        BenchError: the ranks or sizes do not fit together, or a check failed.
+        InputError: the ranks, sizes and flags do not fit together.
+        BenchError: a check failed.
     """
     world = join()
-    block = _defaults(args, world)
+    settle(args, world)
+    block = {"strict": True, **args.block}
     need_alone(world)
     for shape, name in itertools.product(args.shape, args.routing):
         _ids(world, shape, name, args.seed)  # said before minutes of work, not after
@@ -128,58 +92,26 @@ COLUMNS = (
 )
 
 
-def _defaults(args: argparse.Namespace, world: World) -> dict[str, Any]:
-    """What is not given, as this machine can have it; returns the tile_overlap block."""
-    shapes = DECODE if args.decode else SHAPES if world.on_gpu else CPU_SHAPES
-    if args.decode and args.shape:
-        raise BenchError("--decode and --shape: got both, wanted one")
-    first = slice(0, 1 if args.quick else None)
-    args.shape = [LayerShape(*s) for s in args.shape or (shapes if args.decode else shapes[first])]
-    args.expert_kind = args.expert_kind or list(EXPERT_KINDS)[first]
-    args.routing = args.routing or (["balanced", "uniform"] if args.decode else ["uniform"])
-    args.mode = args.mode or (["eager", "graph"] if world.on_gpu else ["eager"])
-    if "graph" in args.mode and not world.on_gpu:
-        raise BenchError("--mode: got graph without a GPU, wanted eager")
-    args.dtype = args.dtype or ("bfloat16" if world.on_gpu else "float32")
-    if args.quick:
-        args.rounds, args.peer_rounds = FEWEST_ROUNDS, 10
-    args.peer_rounds = min(args.peer_rounds, args.rounds)
-    args.others = layer_others.choose(args.others)
-    if args.timeline is not None:
-        layer_timeline.need(args.timeline)
-    for shape in args.shape:
-        if shape.experts % world.ranks:
-            fits = max(n for n in range(1, 9) if shape.experts % n == 0)
-            raise BenchError(
-                f"shape {','.join(map(str, shape))}: got {shape.experts} experts on {world.ranks}"
-                f" ranks, wanted a number of ranks that divides them: {command('layer', fits)}"
-            )
-    try:
-        block = json.loads(args.block)
-    except json.JSONDecodeError as error:
-        raise BenchError(f"--block: got {args.block!r}, wanted JSON: {error}") from None
-    if not isinstance(block, dict):
-        raise BenchError(f"--block: got {args.block!r}, wanted a JSON object")
-    return {"strict": True, **block}
-
-
-def _need_swapped(world: World, layers: Any, text: str) -> None:
-    """Else DeepSpeed's own layers would be timed as ours; ``text`` is what --block says."""
+def _need_swapped(world: World, layers: Any, block: dict[str, Any]) -> None:
+    """Else DeepSpeed's own layers would be timed as ours; ``block`` is what --block says."""
     left = [
         rule for rule, moe in layers.items() if getattr(moe.deepspeed_moe, "_tile", None) is None
     ]
-    wanted = "a block that swaps the layers (enabled, and layers that match their names)"
-    world.agree(f"--block: got {text!r}, wanted {wanted}: not swapped: {left}" if left else "")
+    got, wanted = f"{json.dumps(block)!r}, not swapped: {left}", "a block that swaps the layers"
+    problem = refusal(got, wanted, "let layers match their names, or leave it out")
+    world.agree(f"--block: {problem}" if left else "", InputError)
 
 
 def _ids(world: World, shape: LayerShape, name: str, seed: int) -> np.ndarray:
     try:
         return make_ids(name, world, shape, seed)
     except ValueError as error:
-        text = f"shape {','.join(map(str, shape))}: {error}"
+        fix = "change one of them"
         if (ROUTINGS[name] or 1) > world.ranks:
-            text += f"; start it on more ranks: {command('layer', 4)}"
-        raise BenchError(text) from None
+            fix = f"start it on more ranks: {command('layer', 4)}"
+        case, got = f"--shape {','.join(map(str, shape))} --routing {name}", "what cannot be"
+        wanted = "sizes and a routing that go together"
+        raise wrong(case, f"{got} ({error})", wanted, fix) from None
 
 
 def _case(
@@ -208,7 +140,9 @@ def _case(
     # A sequential layer has no split to learn, and its copy is the fastest there is.
     ctas = bound["bound_combine_copy_ctas"]
     fastest = {"num_consumer_ctas": ctas} if ctas else {}
-    ds_tilemoe.apply(layers.alone, {"adaptive": {"enabled": False}, **fastest, **block})
+    ds_tilemoe.apply(
+        layers.alone, {**block, "adaptive": {"enabled": False}, "mover": "sm", **fastest}
+    )
     layer_check.check_sequential(world, layers.alone, swapped, inputs[0])
     times = time_layers(args, world, layers, inputs)
     settings = _settings(swapped["nodrop"])

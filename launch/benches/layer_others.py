@@ -29,6 +29,7 @@ from benches.layer_times import Call, Times, kind_of, time_calls
 from benches.operator_check import check_peer
 from benches.ranks import World
 from benches.records import BenchError, microseconds, ratio
+from demo.options import wrong
 
 OTHERS = ("tutel", "deep_ep", "flashinfer")
 ADAPTERS = {"flashinfer": ("benches.peer_flashinfer", "FlashInferMoE")}
@@ -60,13 +61,13 @@ def choose(wanted: Sequence[str] | None) -> list[str]:
         wanted: names; None = all that are installed and have an adapter.
 
     Raises:
-        BenchError: one is named that cannot be timed here.
+        InputError: one is named that cannot be timed here.
     """
     if wanted is None:
         return [name for name in ADAPTERS if importlib.util.find_spec(name)]
     for name in wanted:
         if why := _missing(name):
-            raise BenchError(f"--others: got {name}, which is {why}; fix: leave it out")
+            raise wrong("--others", f"{name}, which is {why}", "one that is", "leave it out")
     return list(dict.fromkeys(wanted))
 
 

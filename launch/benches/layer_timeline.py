@@ -29,10 +29,11 @@ from benches.clock import Timer
 from benches.layer_times import kind_of
 from benches.ranks import World
 from benches.records import BenchError
+from demo.options import wrong
+from ds_tilemoe.config_block import without_unused
 from ds_tilemoe.stats import Call
 
 CALLS = 21
-SUFFIXES = (".png", ".svg", ".pdf")
 PANELS = {"as set": {}, "mover none: rows move when the GEMM has ended": {"mover": "none"}}
 # Part -> (label, colour), in the order of a call.
 PARTS = {
@@ -78,18 +79,15 @@ class Panel(NamedTuple):
     rows: list[Row]
 
 
-def need(path: Path) -> None:
+def need_matplotlib() -> None:
     """Say before anything is run what would fail behind it.
 
     Raises:
-        BenchError: matplotlib is not installed, or writes no such file.
+        InputError: it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError(
-            'got --timeline and no matplotlib; wanted it; fix: pip install "ds_tilemoe[bench]"'
-        )
-    if path.suffix not in SUFFIXES:
-        raise BenchError(f"--timeline: got {str(path)!r}, wanted a name that ends in {SUFFIXES}")
+        fix = 'pip install "ds_tilemoe[bench]"'
+        raise wrong("--timeline", "no matplotlib", "it to be installed", fix)
 
 
 def make(
@@ -112,7 +110,7 @@ def make(
     """
     panels = []
     for name, change in PANELS.items():
-        ds_tilemoe.apply(observed, {**block, "stats": True, **change})
+        ds_tilemoe.apply(observed, without_unused({**block, "stats": True, **change}))
         seen = _watch(world, observed, x, mode)
         panels.append(Panel(name, max(rank.us for rank in seen), rows_of(seen)))
     if world.rank == 0:

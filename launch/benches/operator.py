@@ -28,8 +28,9 @@ from benches.calls import (
 from benches.gpus import need_alone
 from benches.operator_measure import Measured
 from benches.ranks import World, command, join
-from benches.records import FEWEST_ROUNDS, BenchError, at_least, median, sizes, table
-from ds_tilemoe.config_block import MAX_CPU_CONSUMERS
+from benches.records import FEWEST_ROUNDS, median, table
+from demo.options import at_least, refusal, sizes, wrong
+from ds_tilemoe.config_block import MAX_CPU_CONSUMERS, MAX_CPU_TILE, MAX_CUDA_CTAS
 from ds_tilemoe.routings import ROUTINGS
 
 NAMES = "M,N,K,LOCAL_EXPERTS,TOPK"
@@ -50,6 +51,10 @@ CPU_SHAPES = ((512, 128, 64, 4, 2),)
 CPU_SPLITS = (1, 2)
 DEFAULT_ROUTINGS = ("balanced", "moderate_skew", "stress_skew")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MOVERS = ("sm", "none", "copy_engine")
+GPU_TILES = (128, 256)  # columns
+GPU_WIDTH = 8  # columns of N and K that a GPU loads at once
+ROUNDS = 100
 FRESH = 8  # routings
 NARROW = 1024  # up to this N a tile of 128 columns may be the faster one
 WEIGHT_SEED = 1000
@@ -62,21 +67,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", **several, type=sizes(NAMES), metavar=NAMES, help="several; M = rows")
     add("--routing", action="append", choices=list(ROUTINGS), help="repeatable")
     add("--layout", action="append", choices=["compact", "aligned"], help="repeatable")
-    movers = ["sm", "none", "copy_engine"]
-    add("--mover", action="append", choices=movers, help="repeatable; sm and none unless given")
+    add("--mover", action="append", choices=MOVERS, help="repeatable; sm and none unless given")
     threads = f"on a CPU its threads, 1 to {MAX_CPU_CONSUMERS}"
-    add("--split", type=sizes("..."), metavar="C,C,...", help=f"CTAs of the consumer; {threads}")
-    add("--tile-n", type=sizes("..."), metavar="N,N", help="columns of a tile; 128 only if N small")
+    splits = sizes("...", highest=MAX_CUDA_CTAS)
+    add("--split", type=splits, metavar="C,C,...", help=f"CTAs of the consumer; {threads}")
+    tiles = sizes("...", highest=MAX_CPU_TILE)
+    add("--tile-n", type=tiles, metavar="N,N", help="columns of a tile; 128 only if N small")
     add("--bands-per-segment", type=sizes("..."), default=(1,), metavar="B,B,...")
-    add("--local-tail-waves", action="append", help="a number, all or auto; repeatable")
-    add("--rounds", type=at_least(FEWEST_ROUNDS), default=100, help=f"{FEWEST_ROUNDS} or more")
+    waves = "a number, all or auto; repeatable"
+    add("--local-tail-waves", action="append", type=tail_waves, metavar="WAVES", help=waves)
+    rounds = f"{FEWEST_ROUNDS} or more; else {ROUNDS}"
+    add("--rounds", type=at_least(FEWEST_ROUNDS), help=rounds)
     add("--dtype", choices=list(DTYPES), help="bfloat16; float32 on a CPU")
     add("--seed", type=at_least(0), default=0)
     add(
         "--quick",
         action="store_true",
-        help="50 rounds; what is not named: one shape, balanced, splits 4, 8 (on a CPU 1, 2)",
+        help="of what is not named: 50 rounds, one shape, balanced, splits 4, 8 (on a CPU 1, 2)",
     )
+
+
+def tail_waves(text: str) -> str | int:
+    """An argparse type: "auto", "all" or a number of waves."""
+    if text in ("auto", "all"):
+        return text
+    try:
+        return at_least(0)(text)
+    except argparse.ArgumentTypeError:
+        wanted = "auto, all or an integer from 0 on"
+        raise argparse.ArgumentTypeError(refusal(repr(text), wanted, "e.g. auto")) from None
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -86,7 +105,8 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         A record a variant.
 
     Raises:
-        BenchError: the ranks or sizes do not fit together, or a check failed.
+        InputError: the ranks, sizes and flags do not fit together.
+        BenchError: a check failed.
     """
     world = join()
     _defaults(args, world)
@@ -124,34 +144,57 @@ def _defaults(args: argparse.Namespace, world: World) -> None:
         args.routing = [name for name in names if (ROUTINGS[name] or 0) <= world.ranks]
         if left := set(names) - set(args.routing):
             world.say(f"{world.ranks} rank(s): not timed: {', '.join(sorted(left))}")
+    args.rounds = args.rounds or (FEWEST_ROUNDS if args.quick else ROUNDS)
+    args.routing, args.layout, args.mover, args.local_tail_waves = (
+        list(dict.fromkeys(named))
+        for named in (
+            args.routing,
+            args.layout or ["compact"],
+            args.mover or ["sm", "none"],
+            args.local_tail_waves or ["auto"],
+        )
+    )
+    args.dtype = args.dtype or ("bfloat16" if world.on_gpu else "float32")
+    if args.split and world.on_gpu and "sm" not in args.mover:  # on a CPU copies are timed by it
+        got, fix = f"one beside --mover {' '.join(args.mover)}", "add --mover sm, or leave it out"
+        raise wrong("--split", got, "a mover that has consumers", fix)
     if not args.split:
         args.split = (QUICK_SPLITS if args.quick else SPLITS) if world.on_gpu else CPU_SPLITS
-    if not world.on_gpu and max(args.split) > MAX_CPU_CONSUMERS:
-        raise BenchError(
-            f"--split: got {max(args.split)}, wanted 1 to {MAX_CPU_CONSUMERS} consumer threads on"
-            " a CPU"
-        )
-    args.rounds = FEWEST_ROUNDS if args.quick else args.rounds
-    args.layout = args.layout or ["compact"]
-    args.mover = args.mover or ["sm", "none"]
+    _need_fitting(args, world)
+
+
+def _need_fitting(args: argparse.Namespace, world: World) -> None:
+    """What this machine cannot do is refused by name."""
+    most = world.most_consumers
+    if max(args.split) > most:
+        kind = "SMs of this GPU" if world.on_gpu else "consumer threads on a CPU"
+        raise wrong("--split", max(args.split), f"1 to {most} {kind}", "leave it out")
     if "copy_engine" in args.mover and not (world.on_gpu and world.ranks > 1):
-        raise BenchError("--mover: got copy_engine, wanted sm or none on a CPU or on one rank")
-    waves = args.local_tail_waves or ["auto"]
-    args.local_tail_waves = [int(word) if word.isdigit() else word for word in waves]
-    args.dtype = args.dtype or ("bfloat16" if world.on_gpu else "float32")
-    if world.on_gpu and args.dtype == "float32":
-        raise BenchError("--dtype: got float32, wanted bfloat16 or float16 on a GPU")
+        wanted = "sm or none on a CPU or on one rank"
+        raise wrong("--mover", "copy_engine", wanted, command("operator", 4))
+    if not world.on_gpu:
+        return
+    if args.dtype == "float32":
+        raise wrong("--dtype", "float32", "bfloat16 or float16 on a GPU", "--dtype bfloat16")
+    for tile_n in args.tile_n or ():
+        if tile_n not in GPU_TILES:
+            raise wrong("--tile-n", tile_n, "128 or 256 on a GPU", "--tile-n 128,256")
+    for shape in args.shape:
+        if shape.n % GPU_WIDTH or shape.k % GPU_WIDTH:
+            wanted, fix = f"multiples of {GPU_WIDTH} on a GPU", "round them up"
+            raise wrong("--shape", f"N {shape.n} and K {shape.k}", wanted, fix)
 
 
 def _routing(world: World, shape: OperatorShape, name: str, seed: int) -> Routed:
     try:
         return make_routing(name, world, shape, seed)
     except ValueError as error:
-        text = f"shape {','.join(map(str, shape))}: {error}"
-        least = ROUTINGS[name] or 1
-        if least > world.ranks:
-            text += f"; start it on more ranks: {command('operator', 4)}"
-        raise BenchError(text) from None
+        case = f"--shape {','.join(map(str, shape))} --routing {name}"
+        fix = "change one of them"
+        if (ROUTINGS[name] or 1) > world.ranks:
+            fix = f"start it on more ranks: {command('operator', 4)}"
+        got = f"what cannot be ({error})"
+        raise wrong(case, got, "sizes and a routing that go together", fix) from None
 
 
 def _case(

@@ -139,11 +139,6 @@ class CudaOperator:
         self._timeout_ns = caller._group_timeout_ns
         self._beside = (caller._side.cuda_stream, tuple(e.cuda_event for e in caller._events))
         library = backend._library
-        library.tilemoe_consumer_launch.argtypes = [
-            ctypes.POINTER(abi.ShipParams),
-            ctypes.c_int32,
-            ctypes.c_void_p,
-        ]
         library.tilemoe_scale_launch.argtypes = [ctypes.POINTER(abi.ScaleParams), ctypes.c_void_p]
 
     @property
@@ -180,9 +175,9 @@ class CudaOperator:
         split = self._split._replace(num_consumer_ctas=variant.ctas, mover=_MOVERS[variant.mover])
         is_split = variant.mover == "split"
         if is_split:  # behind one that nothing follows, so that the ranks are together
-            self._exchange(len(call.x), call.places, split, stream)
+            self._exchange(len(call.x), split, stream)
             events[5].record()
-        self._exchange(len(call.x), call.places, split, stream)
+        self._exchange(len(call.x), split, stream)
         handle = None
         if is_engine:
             assert self._engine is not None
@@ -237,6 +232,7 @@ class CudaOperator:
             BenchError: not every call has left its record.
         """
         self._world.synchronize()
+        self._heap.bring_record()
         self._heap.failures.raise_heard("bench.py operator")
         records = self._heap.ring.poll()
         if len(records) != len(self._unfinished):
@@ -249,8 +245,8 @@ class CudaOperator:
         """Six."""
         return self._spare.pop() if self._spare else self._world.events(6)
 
-    def _exchange(self, tokens: int, places: Places, split: Split, stream: int) -> None:
-        self._layer.launch_exchange(0, tokens, places, split, None, self._timeout_ns, stream)
+    def _exchange(self, tokens: int, split: Split, stream: int) -> None:
+        self._layer.launch_exchange(0, tokens, True, split, None, self._timeout_ns, stream)
 
     def _launch_apart(self, ctas: int, events: list[torch.cuda.Event], stream: int) -> None:
         """GEMM 1 if there is one, GEMM 2, the consumer, scale, each behind the other."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benches.records import FEWEST_ROUNDS, BenchError, at_least, cpu_name, microseconds
+from benches.records import FEWEST_ROUNDS, BenchError, cpu_name, microseconds
+from demo.options import at_least, wrong
 from ds_tilemoe.combine_plan import (
     CombinePlan,
     Layout,
@@ -20,7 +21,7 @@ from ds_tilemoe.combine_plan import (
     build_plan,
     check_all,
 )
-from ds_tilemoe.errors import TileMoEError
+from ds_tilemoe.errors import PlanError, TileMoEError
 from ds_tilemoe.routings import ROUTINGS, routing_counts
 
 PLAN_ARRAYS = tuple(field.name for field in dataclasses.fields(CombinePlan))[2:]
@@ -58,20 +59,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Times both planners on the same counts in turn, fresh counts each repeat.
-
-    Yields:
-        One record; its native fields are null if the op does not load.
+def check(args: argparse.Namespace) -> None:
+    """Refuse before any work what cannot be planned.
 
     Raises:
-        BenchError: a shape that cannot be, or a native plan that differs.
-        PlanError: a plan that does not pass its check.
+        InputError: names the flag.
     """
-    tokens, left = divmod(args.rows, args.topk)
-    if left:
-        raise BenchError(f"--rows: got {args.rows}, wanted a multiple of --topk, {args.topk}")
-    params = PlanParams(
+    if left := args.rows % args.topk:
+        wanted = f"a multiple of --topk, {args.topk}"
+        raise wrong("--rows", args.rows, wanted, f"--rows {args.rows - left + args.topk}")
+    try:
+        _params(args)
+        _counts(args, 0)
+    except (PlanError, ValueError) as error:
+        got, wanted = f"a case that cannot be ({error})", "sizes and a routing that go together"
+        raise wrong("planner", got, wanted, "change one of them") from None
+
+
+def _params(args: argparse.Namespace) -> PlanParams:
+    """Of rank 0."""
+    return PlanParams(
         world=args.ranks,
         rank=0,
         local_experts=args.local_experts,
@@ -81,6 +88,30 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         local_tail_bands=args.local_tail_bands,
         chunk_rows=args.chunk_rows,
     )
+
+
+def _counts(args: argparse.Namespace, repeat: int) -> np.ndarray:
+    return routing_counts(
+        args.routing,
+        world=args.ranks,
+        local_experts=args.local_experts,
+        tokens=args.rows // args.topk,
+        topk=args.topk,
+        seed=args.seed + repeat,
+    )
+
+
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times both planners on the same counts in turn, fresh counts each repeat.
+
+    Yields:
+        One record; its native fields are null if the op does not load.
+
+    Raises:
+        BenchError: a native plan that differs.
+        PlanError: a plan that does not pass its check.
+    """
+    params = _params(args)
     ranks = [dataclasses.replace(params, rank=rank) for rank in range(args.ranks)]
     native, reason = load_native_planner()
     if native is None:
@@ -90,14 +121,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     native_us: list[float] = []
     sizes: list[PlanSizes] = []
     for repeat in range(-1, args.repeats):  # the first one warms up
-        counts = routing_counts(
-            args.routing,
-            world=args.ranks,
-            local_experts=args.local_experts,
-            tokens=tokens,
-            topk=args.topk,
-            seed=args.seed + max(repeat, 0),
-        )
+        counts = _counts(args, max(repeat, 0))
         timed = [_timed(build_plan, rank, counts) for rank in ranks]
         plans = [plan for plan, _ in timed]
         check_all(plans, counts)

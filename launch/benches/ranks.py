@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from benches.records import BenchError, cpu_name, gpu_driver
 from demo.process import join_world, quieten
+from ds_tilemoe.config_block import MAX_CPU_CONSUMERS
 
 WARM_UP = 2  # rounds that are not counted
 # Cycles of a GPU a microsecond, at most; the sleep is for the host, so longer does no harm.
@@ -45,6 +46,13 @@ class World:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def most_consumers(self) -> int:
+        """Of a rank: threads on a CPU; on a GPU SMs, of which one is the producer's."""
+        if not self.on_gpu:
+            return MAX_CPU_CONSUMERS
+        return torch.cuda.get_device_properties(self.device).multi_processor_count - 1
+
     def fields(self) -> dict[str, Any]:
         """What a record says of the machine."""
         gpu = torch.cuda.get_device_name(self.device) if self.on_gpu else None
@@ -68,15 +76,15 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def agree(self, problem: str) -> None:
+    def agree(self, problem: str, error: type[Exception] = BenchError) -> None:
         """Raise the first rank's problem on all of them.
 
         Raises:
-            BenchError: a rank's ``problem`` is not "".
+            BenchError: a rank's ``problem`` is not ""; or another ``error``.
         """
         for rank, text in enumerate(self.gather(problem)):
             if text:
-                raise BenchError(text if self.ranks == 1 else f"rank {rank}: {text}")
+                raise error(text if self.ranks == 1 else f"rank {rank}: {text}")
 
     def reduce(self, values: np.ndarray, how: str = "max") -> np.ndarray:
         """Over ranks, element by element: "max" (the slowest), "min" or "sum".

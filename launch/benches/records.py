@@ -11,18 +11,18 @@ import datetime
 import functools
 import importlib.metadata
 import json
-import os
 import platform
-import shlex
 import subprocess
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 import ds_tilemoe
+from demo.options import at_least as at_least
+from demo.options import sizes as sizes
+from demo.options import word, wrong
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,74 +31,15 @@ PACKAGES = ("numpy", "torch", "deepspeed", "nvidia-nccl-cu13", "nvidia-nvshmem-c
 
 
 class BenchError(Exception):
-    """A run cannot start or must not be timed; the message says why, with the numbers."""
-
-
-class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Descriptions as they are written; flags with the defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default else action.help
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that speaks once for all ranks."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=Formatter, **kwargs)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super()._print_message(message, file)
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-# -- flags ------------------------------------------------------------------------------------
+    """A run cannot go on or must not be timed; the message says why, with the numbers. What is
+    wrong with the command line is a ``demo.options.InputError``."""
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """``--out`` and ``--commit``, which every bench has."""
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="file to append to, in a folder that exists; else docs/results/NAME.jsonl",
-    )
-    parser.add_argument("--commit", help="commit to record; else git is asked")
-
-
-def at_least(lowest: int) -> Callable[[str], int]:
-    """An argparse type: an integer from ``lowest`` on; 1_000 is one."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text.replace("_", ""))
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer from {lowest} on")
-        return value
-
-    return parse
-
-
-def sizes(names: str, lowest: int = 1) -> Callable[[str], tuple[int, ...]]:
-    """An argparse type: integers for each of ``names``, "M,N,K"; "..." = as many as one likes."""
-    count = None if names == "..." else len(names.split(","))
-
-    def parse(text: str) -> tuple[int, ...]:
-        try:
-            values = tuple(int(word.replace("_", "")) for word in text.split(","))
-        except ValueError:
-            values = ()
-        if not values or len(values) != (count or len(values)) or min(values) < lowest:
-            wanted = f"integers from {lowest} on, {'A,B,...' if count is None else names}"
-            raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}")
-        return values
-
-    return parse
+    parser.add_argument("--out", type=Path, help="file to append to; else docs/results/NAME.jsonl")
+    commit = word("a commit without blanks")
+    parser.add_argument("--commit", type=commit, help="commit to record; else git is asked")
 
 
 # -- numbers ----------------------------------------------------------------------------------
@@ -167,7 +108,7 @@ def header(bench: str, commit: str | None) -> dict[str, Any]:
     """The first fields of every record.
 
     Raises:
-        BenchError: no commit was given and git knows none.
+        InputError: no commit was given and git knows none.
     """
     return {
         "schema": SCHEMA,
@@ -184,20 +125,6 @@ def append(out: Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
-def need_writable(flag: str, path: Path) -> None:
-    """Say so before anything is run; a folder that may be a slip of the pen is not made.
-
-    Raises:
-        BenchError: the file that ``flag`` names cannot be written.
-    """
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        fix = f"mkdir -p {shlex.quote(str(folder))}"
-        raise BenchError(f"{flag} {path}: there is no such folder; make it first: {fix}")
-    if not os.access(path if path.exists() else folder, os.W_OK) or path.is_dir():
-        raise BenchError(f"{flag}: got {str(path)!r}, wanted a file that can be written")
-
-
 def head_commit() -> str:
     """HEAD, with -dirty if anything but results differs from it."""
 
@@ -209,7 +136,8 @@ def head_commit() -> str:
         head = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--", ".", ":(exclude)docs/results")
     except (OSError, subprocess.CalledProcessError):
-        raise BenchError(f"git tells no commit of {ROOT}; pass it as --commit SHA") from None
+        wanted, fix = f"a commit that git tells of {ROOT}", "pass it: --commit SHA"
+        raise wrong("--commit", "none", wanted, fix) from None
     return f"{head}-dirty" if changed else head
 
 

@@ -18,7 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from demo.model import ByteMoE
+from demo.options import wrong
 
+FIX = "train it for these sizes: launch/train_demo.py"
 EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)\d+(?=\.)")
 
 
@@ -28,21 +30,20 @@ def load(model: ByteMoE, path: str | Path) -> None:
     Call it after ``deepspeed.initialize``, which makes the expert-parallel groups.
 
     Raises:
-        ValueError: the file is missing, lacks a tensor or holds one of another shape.
+        InputError: the file is missing, lacks a tensor or holds one of another shape.
     """
     if not Path(path).is_file():
-        raise ValueError(f"no checkpoint {path}; launch/train_demo.py writes the demo's")
+        wanted, fix = "a checkpoint", "launch/train_demo.py writes the demo's"
+        raise wrong("checkpoint", f"no file {str(path)!r}", wanted, fix)
     with safe_open(path, framework="pt") as file, torch.no_grad():
         stored = set(file.keys())
         for name, parameter in _global_parameters(model):
             if name not in stored:
-                raise ValueError(f"checkpoint {path} has no tensor {name}")
+                raise wrong(f"checkpoint {path}", f"no tensor {name}", "all of the model's", FIX)
             value = file.get_tensor(name)
             if value.shape != parameter.shape:
-                raise ValueError(
-                    f"checkpoint {path}: {name} is {list(value.shape)},"
-                    f" the model wants {list(parameter.shape)}"
-                )
+                got, wanted = f"{name} of {list(value.shape)}", f"{list(parameter.shape)}"
+                raise wrong(f"checkpoint {path}", got, wanted, FIX)
             parameter.copy_(value)
 
 

@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from demo.options import MOST, refusal
+
 
 class ModelConfigError(ValueError):
     """A model config is wrong. Recover: fix the named key."""
@@ -41,19 +43,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            kind = (int, float) if name == "rope_base" else int
-            if isinstance(value, bool) or not isinstance(value, kind) or value < 1:
-                raise ModelConfigError(
-                    f"{name} is {value!r}; it must be a whole number of at least 1"
-                )
+            kind, what = (int | float, "") if name == "rope_base" else (int, "whole ")
+            is_one = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_one or not 1 <= value <= MOST:  # NaN neither
+                wanted = f"a {what}number from 1 to {MOST}"
+                raise ModelConfigError(f"{name}: {refusal(repr(value), wanted, 'change it')}")
         if self.hidden % (2 * self.heads):
-            raise ModelConfigError(
-                f"hidden is {self.hidden}; it must be a multiple of 2 * heads = {2 * self.heads}"
-            )
+            wanted = f"a multiple of 2 * heads, {2 * self.heads}"
+            raise ModelConfigError(f"hidden: {refusal(self.hidden, wanted, 'change it')}")
         if self.topk > self.num_experts:
-            raise ModelConfigError(
-                f"topk is {self.topk}; it must be at most num_experts = {self.num_experts}"
-            )
+            wanted = f"at most num_experts, {self.num_experts}"
+            raise ModelConfigError(f"topk: {refusal(self.topk, wanted, 'lower it')}")
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -62,26 +62,30 @@ class ModelConfig:
         Raises:
             ModelConfigError: the file is missing, is not a JSON object, or a key or value is wrong.
         """
+        thing = f"model config {str(path)!r}"
+        wanted = "a JSON object of sizes, as launch/demo/config.json"
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ModelConfigError(f"cannot read model config {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise ModelConfigError(f"model config {path} is not JSON: {error}") from error
+            got = f"{error.strerror}"
+            raise ModelConfigError(f"{thing}: {refusal(got, wanted, 'name one')}") from error
+        except (ValueError, RecursionError) as error:
+            got = f"what is not JSON ({error})"
+            raise ModelConfigError(f"{thing}: {refusal(got, wanted, 'mend it')}") from error
         if not isinstance(values, dict):
-            raise ModelConfigError(
-                f"model config {path} holds a {type(values).__name__}, not an object"
-            )
+            got = f"a {type(values).__name__}"
+            raise ModelConfigError(f"{thing}: {refusal(got, wanted, 'wrap it in braces')}")
         known = {field.name for field in fields(cls)}
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {sorted(known)}"
-                raise ModelConfigError(f"model config {path} has an unknown key {key!r}{hint}")
-        missing = known - {"rope_base"} - values.keys()
-        if missing:
-            raise ModelConfigError(f"model config {path} lacks {sorted(missing)}")
+                fix = f"write {near[0]!r}" if near else "take it out"
+                got = f"the unknown key {key!r}"
+                raise ModelConfigError(f"{thing}: {refusal(got, f'one of {sorted(known)}', fix)}")
+        if missing := sorted(known - {"rope_base"} - values.keys()):
+            got = f"no {', '.join(missing)}"
+            raise ModelConfigError(f"{thing}: {refusal(got, 'all sizes', 'add what is missing')}")
         try:
             return cls(**values)
         except ModelConfigError as error:
-            raise ModelConfigError(f"model config {path}: {error}") from error
+            raise ModelConfigError(f"{thing}: {error}") from error

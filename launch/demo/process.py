@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
+
+from ds_tilemoe.testing_launch import free_port
 
 FAILED, BAD_INPUT = 1, 2  # exit codes
 # A launcher ends all ranks when one has failed. The others give rank 0 this long to say why.
@@ -24,41 +24,31 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def complain(message: str) -> None:
+    """An error message of this program, on stderr."""
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+
+
 def leave(message: str, code: int = BAD_INPUT) -> NoReturn:
     """End this rank with a message that the user sees once, from rank 0 where it fails too."""
     if rank() != 0:
         time.sleep(GRACE_S)
         message = f"rank {rank()}: {message}"
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    complain(message)
     sys.stdout.flush()
     os._exit(code)  # an orderly exit with a live process group now and then aborts in a destructor
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that speaks once for all ranks."""
-
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if rank() == 0:
-            super()._print_message(message, file)
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        leave(message)
 
 
 def prepare_environment() -> None:
     """Settle what must be set before torch is imported.
 
-    Without a launcher the process becomes the only rank, on a port that nobody uses. Ranks share
-    the cores of the host: more threads than cores would make the waits of the CPU backend slow.
+    Without a launcher the process becomes the only rank, on a port that nobody uses, nor is given
+    before DeepSpeed takes it. Ranks share the cores of the host: more threads than cores would make
+    the waits of the CPU backend slow.
     """
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-        )
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_here())
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
@@ -169,12 +159,13 @@ def join_world() -> None:
         deepspeed.init_distributed(verbose=False)
     except torch.distributed.DistError as error:
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        fix = f"deepspeed --master_port {int(port) + 1} ..."
         if "EADDRINUSE" in str(error):
             leave(
-                f"port {port} of {address}, where the ranks meet, is taken by another process;"
-                f" choose another one: deepspeed --master_port {int(port) + 1} ..."
+                f"port {port} of {address}: got one that another process has; wanted one where the"
+                f" ranks can meet; fix: {fix}"
             )
         leave(
-            f"the ranks could not meet at {address}:{port} ({error}); if another job uses that"
-            " port, choose another one with --master_port"
+            f"port {port} of {address}: got {error}; wanted ranks that meet there; fix: if another"
+            f" job has it, {fix}"
         )

@@ -7,8 +7,8 @@ import json
 import math
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -16,10 +16,13 @@ import torch
 from tqdm import tqdm
 
 import ds_tilemoe
-from demo.process import rank
+from demo.options import wrong
+from demo.process import complain, rank
 from ds_tilemoe.stats import PARTS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from demo.generation import Reading
 
 # Of each layer the record gives the worst rank; the ranks' own rows stand beside it.
@@ -127,10 +130,18 @@ def show(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_trace(path: str, traces: list[dict[str, Any]]) -> None:
-    """Join the ranks' Chrome traces, a process a rank."""
+def save_trace(path: Path, traces: list[dict[str, Any]], has_calls: bool) -> bool:
+    """Join the ranks' Chrome traces, a process a rank; True where the file cannot be written, which
+    is said, and leaves the other results as they are."""
+    if not has_calls:
+        print("warning: --trace: no layer was swapped, so the trace has no calls", file=sys.stderr)
     joined = {**traces[0], "traceEvents": [e for trace in traces for e in trace["traceEvents"]]}
-    Path(path).write_text(json.dumps(joined), encoding="utf-8")
+    try:
+        path.write_text(json.dumps(joined), encoding="utf-8")
+    except OSError as error:
+        complain(str(wrong("--trace", f"{str(path)!r} ({error})", "a file", "name another")))
+        return True
+    return False
 
 
 def _number(value: float | None) -> str:

@@ -5,12 +5,15 @@ No torch: a wrong file is refused before anything heavy is imported.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from demo.model_config import ModelConfig
+from demo.options import wrong
+from demo.outputs import need_writable
 from ds_tilemoe.config import TileOverlapConfig, load_config, split_config
 from ds_tilemoe.errors import ConfigError
 
@@ -35,6 +38,36 @@ class Settings:
     block: TileOverlapConfig
 
 
+def checked(args: argparse.Namespace) -> Settings:
+    """The settings of ``infer.py``'s command line, which goes together as far as files tell.
+
+    Raises:
+        InputError: names the option.
+        ModelConfigError, ConfigError: as :func:`read_settings`.
+    """
+    read = {
+        "--text": args.text,
+        "--deepspeed_config": args.deepspeed_config,
+        "--model-config": args.model_config,
+    }
+    need_writable(written(args), {option: Path(name) for option, name in read.items() if name})
+    settings = read_settings(args.model_config, args.deepspeed_config, args.dtype)
+    most = settings.sizes.max_positions - 1  # the last byte written is not read; two are
+    if args.max_new_tokens > most:
+        wanted = f"at most {most}, for which the model has room"
+        fix = "lower it, or raise max_positions with --model-config"
+        raise wrong("--max-new-tokens", args.max_new_tokens, wanted, fix)
+    if args.trace is not None and not settings.block.enabled:
+        got, wanted = "a file, and tile_overlap.enabled is false", "swapped layers, which it shows"
+        raise wrong("--trace", got, wanted, "leave one of them out")
+    return settings
+
+
+def written(args: argparse.Namespace) -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """Option -> file to write and its endings, as ``demo.outputs`` wants them."""
+    return {} if args.trace is None else {"--trace": (args.trace, (".json", ""))}
+
+
 def read_settings(
     model_config: str | None, deepspeed_config: str | None, dtype: str | None
 ) -> Settings:
@@ -48,7 +81,8 @@ def read_settings(
         ModelConfigError: see :class:`ModelConfig`.
         ConfigError: as :func:`ds_tilemoe.config.split_config`, or a wrong dtype.
     """
-    sizes = ModelConfig.load(model_config or DEMO / "config.json")
+    sizes = ModelConfig.load(DEMO / "config.json" if model_config is None else model_config)
+    ds_config: dict[str, Any]
     if deepspeed_config is None:
         ds_config, block = {}, load_config(None)
     else:

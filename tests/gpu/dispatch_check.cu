@@ -219,18 +219,19 @@ void hogs_and_graphs(uint64_t seed) {
         cudaMemcpy(&half, half_of(rank.view, state.epoch), sizeof(half), cudaMemcpyDeviceToHost));
     int64_t rows = 0, remote = 0;
     for (const Origin& origin : calls[0].rows[r]) ++rows, remote += origin.owner != r;
-    const bool mine = state.rows == rows && state.remote_rows == remote && state.layer == 7 &&
-                      state.tokens == calls[0].routings[r].tokens &&
-                      state.exchange_start_ns <= state.exchange_end_ns &&
-                      (rows == 0 || (half.front_start_ns >= state.exchange_start_ns &&
+    const CallFacts& facts = half.facts;
+    const bool mine = facts.rows == rows && facts.remote_rows == remote && facts.layer == 7 &&
+                      facts.tokens == calls[0].routings[r].tokens &&
+                      facts.exchange_start_ns <= facts.exchange_end_ns &&
+                      (rows == 0 || (half.front_start_ns >= facts.exchange_start_ns &&
                                      half.front_end_ns > half.front_start_ns));
     std::printf(
         "  rank %d: exchange and plan %.1f us, GEMM 1 from %.1f to %.1f; rows %lld (wanted %lld) "
         "remote %lld (wanted %lld)\n",
-        r, (state.exchange_end_ns - state.exchange_start_ns) * 1e-3,
-        (half.front_start_ns - state.exchange_start_ns) * 1e-3,
-        (half.front_end_ns - state.exchange_start_ns) * 1e-3, static_cast<long long>(state.rows),
-        static_cast<long long>(rows), static_cast<long long>(state.remote_rows),
+        r, (facts.exchange_end_ns - facts.exchange_start_ns) * 1e-3,
+        (half.front_start_ns - facts.exchange_start_ns) * 1e-3,
+        (half.front_end_ns - facts.exchange_start_ns) * 1e-3, static_cast<long long>(facts.rows),
+        static_cast<long long>(rows), static_cast<long long>(facts.remote_rows),
         static_cast<long long>(remote));
     good = good && mine;
   }

@@ -345,11 +345,8 @@ class Group {
     p.view.arrival_target = alloc<int64_t>(shape_.world);
     p.view.dispatch_row = alloc<int64_t>(experts);
     p.view.recv_row = alloc<int64_t>(experts + 1);
-    p.sizes = alloc<PlanSizes>(1);
-    p.overflow = alloc<int32_t>(1);
     p.front_bands = alloc<int32_t>(bounds.bands);
-    rank.exchange.counts = alloc<int32_t>(shape_.world * experts);
-    p.counts = rank.exchange.counts;
+    p.counts = alloc<int32_t>(shape_.world * experts);
     rank.exchange.view = rank.view;
     rank.exchange.layer = 7;
     rank.exchange.max_tokens = shape_.max_tokens;

@@ -94,9 +94,6 @@ void bench(const Options& o, const ShapeSpec& spec, int routing, Layout layout, 
   std::vector<Variant> variants;
   for (int c : o.splits) variants.push_back({"sm", Mover::sm, c, false});
   variants.push_back({"none", Mover::none, 0, false});
-  const size_t recorded = variants.size();  // what a record costs
-  variants.push_back({"recorded", Mover::sm, 8, false});
-  variants.push_back({"unrecorded", Mover::sm, 8, false, 0, false});
   std::printf(
       "--- M %d N %d K %d, %d experts, top-%d, %s, layout %d, bands_per_segment %d, tile_n "
       "%d, chunk %d, tail %d\n",
@@ -138,7 +135,6 @@ void bench(const Options& o, const ShapeSpec& spec, int routing, Layout layout, 
   size_t fastest = 0;  // of the first half of the runs
   double of_first_half = 0.0;
   for (size_t i = 0; i + 1 < times.size(); ++i) {
-    if (i == recorded || i == recorded + 1) continue;
     const Variant& v = variants[i];
     const Times& t = times[i];
     std::vector<double> ratio;
@@ -198,12 +194,6 @@ void bench(const Options& o, const ShapeSpec& spec, int routing, Layout layout, 
         quantile(ratio, 0.1), quantile(ratio, 0.9), exposed, overlap, ceiling, hidden,
         median(t.backlog), median(t.drained), b.max_rel_err());
   }
-  std::vector<double> cost;
-  for (size_t j = 0; j < times[recorded].total.size(); ++j) {
-    cost.push_back(times[recorded].total[j] - times[recorded + 1].total[j]);
-  }
-  std::printf("a record costs %.2f us (%.2f-%.2f)\n", median(cost), quantile(cost, 0.1),
-              quantile(cost, 0.9));
   const std::vector<double>& all = times[fastest].total;
   const double best_us = median({all.begin() + all.size() / 2, all.end()});
   std::printf(

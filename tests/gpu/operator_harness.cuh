@@ -194,9 +194,14 @@ struct Rank {
 
   void use() const { CHECK_CUDA(cudaSetDevice(device)); }
   void reach(Stage stage_) { CHECK_CUDA(cudaEventRecord(stage[stage_], main)); }
-  // The record of a call, if it is there and whole.
+  // The record of a call, if it is there and whole. The stream is idle.
   bool record(uint64_t wanted, CallRecord* copy) const {
     const volatile CallRecord& slot = records[wanted % kCallRecords];
+    if (slot.epoch != wanted) {  // the last call's
+      use();
+      CHECK_CUDA(tilemoe_record_launch(&view, records, main));
+      CHECK_CUDA(cudaStreamSynchronize(main));
+    }
     if (slot.epoch != wanted) return false;
     std::atomic_thread_fence(std::memory_order_acquire);
     std::memcpy(copy, &records[wanted % kCallRecords], sizeof(*copy));
@@ -432,13 +437,11 @@ class Group {
     p.view.arrival_target = alloc<int64_t>(shape_.world);
     p.view.dispatch_row = alloc<int64_t>(experts);
     p.view.recv_row = alloc<int64_t>(experts + 1);
-    p.sizes = alloc<PlanSizes>(1);
-    p.overflow = alloc<int32_t>(1);
-    rank.exchange.counts = alloc<int32_t>(shape_.world * experts);
-    p.counts = rank.exchange.counts;
+    p.counts = alloc<int32_t>(shape_.world * experts);
     rank.exchange.view = rank.view;
     rank.exchange.layer = 7;
     rank.exchange.max_tokens = shape_.max_tokens;
+    rank.exchange.records = rank.records;
     rank.exchange.group_timeout_ns = rank.view.wait_timeout_ns;
 
     const int64_t row_count = std::max<int64_t>(bounds.rows, kProducerTileM);
@@ -475,7 +478,6 @@ class Group {
     c.scale.recv_row = p.view.recv_row;
     c.scale.rows = rank.d;
     c.scale.y = rank.y;
-    c.scale.records = rank.records;
     c.scale.topk = shape_.topk;
     c.scale.n = shape_.n;
     c.scale.local_experts = shape_.local_experts;

@@ -96,8 +96,9 @@ void fill_weights_of(Rank& rank, const Shape& s) {
 template <class E>
 void fill_rows_of(Rank& rank, const Shape& s, uint64_t tag) {
   fill_rows<<<dim3(s.local_experts * s.world, 64), 128, 0, rank.main>>>(
-      reinterpret_cast<E*>(rank.a), s.k, s.world, s.local_experts, rank.rank, rank.exchange.counts,
-      rank.exchange.plan.view.run_row, reinterpret_cast<const State*>(rank.state), tag);
+      reinterpret_cast<E*>(rank.a), s.k, s.world, s.local_experts, rank.rank,
+      rank.exchange.plan.counts, rank.exchange.plan.view.run_row,
+      reinterpret_cast<const State*>(rank.state), tag);
 }
 template <class E>
 void verify_y(Rank& rank, const Shape& s, const Routing& routing, int token_step, int column_step,

@@ -92,7 +92,6 @@ struct Variant {
   int ctas;
   bool split;      // events between the three kernels
   int pieces = 0;  // of the bulk copies that take the consumer's place; 0 = plain stores
-  bool recorded = true;
   // In the place of tilemoe_combine_launch: what it is given and the number of the routing.
   std::function<void(Rank&, const CombineParams&, int fresh)> launch = nullptr;
 };
@@ -255,14 +254,8 @@ class Bench {
   }
 
   double max_rel_err() const { return max_rel_err_; }
-  // Of rank 0's plan in the newest call.
-  PlanSizes sizes() {
-    PlanSizes sizes;
-    group_[0].use();
-    CHECK_CUDA(
-        cudaMemcpy(&sizes, group_[0].exchange.plan.sizes, sizeof(sizes), cudaMemcpyDeviceToHost));
-    return sizes;
-  }
+  // Of rank 0's plan, in routing 0.
+  PlanSizes sizes() { return plan_sizes(group_[0].exchange.plan.params, counts(0).data()); }
   // Of the rank that sends most, in routing 0.
   int64_t most_remote_bytes() const {
     int64_t most = 0;
@@ -327,7 +320,6 @@ class Bench {
   CombineParams combine_params(Rank& rank, const Variant& variant, int fresh) {
     const Routing& routing = routings_[rank.rank][fresh];
     CombineParams p = group_.combine_params(rank, routing, variant.mover, variant.ctas);
-    if (!variant.recorded) p.scale.records = nullptr;
     return p;
   }
   // events: [3], recorded in front of each kernel of a split variant; or null.
@@ -389,7 +381,7 @@ class Bench {
       times.scale.push_back(us(2, 3));
     }
     CallRecord record{};
-    if (variant.recorded && !rank.record(epochs_[rank.rank][index], &record)) {
+    if (!rank.record(epochs_[rank.rank][index], &record)) {
       std::printf("rank %d: call %llu has left no record\n", rank.rank,
                   static_cast<unsigned long long>(epochs_[rank.rank][index]));
       std::exit(1);

@@ -3,19 +3,53 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "common/launch.cuh"
 #include "host.cuh"
-#include "planner/plan_device.h"
-#include "planner/planner.h"
+#include "planner/host_plan.h"
+#include "planner/plan_device.cuh"
 
 namespace {
 
 using namespace tilemoe;
+
+// What the planner says of its plan.
+struct Said {
+  PlanSizes sizes;
+  int32_t fits;
+};
+
+// The planner alone, without the count exchange in front of it.
+__global__ void __launch_bounds__(plan::kThreads, 1)
+    plan_kernel(const __grid_constant__ PlanKernelParams params, Said* said) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<plan::Shared*>(shared_bytes);
+  const int32_t counts = params.params.world * params.params.world * params.params.local_experts;
+  for (int32_t i = threadIdx.x; i < counts; i += plan::kThreads) {
+    shared.counts[i] = params.counts[i];
+  }
+  __syncthreads();
+  plan::Planner planner(params, shared);
+  planner.make();
+  if (threadIdx.x == 0) *said = {planner.sizes(), planner.fits() ? 1 : 0};
+}
+
+void launch_plan(const PlanKernelParams& params, Said* said) {
+  CHECK_CUDA(tilemoe::launch(plan_kernel, 1, plan::kThreads, plan::shared_bytes(params.params),
+                             nullptr, false, params, said));
+}
+
+bool holds(const Said* said, const PlanSizes& sizes, bool fits) {
+  Said got;
+  CHECK_CUDA(cudaMemcpy(&got, said, sizeof(got), cudaMemcpyDeviceToHost));
+  return std::memcmp(&got.sizes, &sizes, sizeof(sizes)) == 0 && got.fits == (fits ? 1 : 0);
+}
 
 // One array of a plan on both sides, with guard words behind the device's.
 struct Array {
@@ -111,16 +145,16 @@ Run run(const PlanParams& params, const std::vector<int32_t>& counts, int repeat
   CHECK_CUDA(cudaMalloc(&counts_device, counts.size() * 4));
   CHECK_CUDA(cudaMemcpy(counts_device, counts.data(), counts.size() * 4, cudaMemcpyHostToDevice));
   kernel.counts = counts_device;
-  CHECK_CUDA(cudaMalloc(&kernel.sizes, sizeof(PlanSizes)));
-  CHECK_CUDA(cudaMalloc(&kernel.overflow, 4));
-  CHECK_CUDA(cudaMemset(kernel.overflow, 0xff, 4));
+  Said* said;
+  CHECK_CUDA(cudaMalloc(&said, sizeof(Said)));
+  CHECK_CUDA(cudaMemset(said, 0xff, sizeof(Said)));
 
   std::vector<cudaEvent_t> begin(repeats), end(repeats);
   for (int i = 0; i < repeats; ++i) {
     CHECK_CUDA(cudaEventCreate(&begin[i]));
     CHECK_CUDA(cudaEventCreate(&end[i]));
     CHECK_CUDA(cudaEventRecord(begin[i]));
-    CHECK_CUDA(tilemoe_plan_launch(&kernel, nullptr));
+    launch_plan(kernel, said);
     CHECK_CUDA(cudaEventRecord(end[i]));
   }
   CHECK_CUDA(cudaDeviceSynchronize());
@@ -138,24 +172,20 @@ Run run(const PlanParams& params, const std::vector<int32_t>& counts, int repeat
     result.equal = false;
     std::printf("  differs: %s\n", array.name);
   }
-  PlanSizes got;
-  int32_t overflow;
-  CHECK_CUDA(cudaMemcpy(&got, kernel.sizes, sizeof(got), cudaMemcpyDeviceToHost));
-  CHECK_CUDA(cudaMemcpy(&overflow, kernel.overflow, 4, cudaMemcpyDeviceToHost));
-  if (std::memcmp(&got, &sizes, sizeof(got)) != 0 || overflow != 0) {
+  if (!holds(said, sizes, true)) {
     result.equal = false;
-    std::printf("  differs: sizes, or overflow %d\n", overflow);
+    std::printf("  differs: sizes, or it does not fit\n");
   }
-  for (void* p : {static_cast<void*>(counts_device), static_cast<void*>(kernel.sizes),
-                  static_cast<void*>(kernel.overflow)}) {
-    cudaFree(p);
-  }
+  cudaFree(counts_device);
+  cudaFree(said);
   return result;
 }
 
-// One short of each capacity in turn: must say so and must write nothing behind an array.
+// One short of each capacity in turn: must say so and must write nothing behind an array; the rows
+// that dispatch goes by are whole all the same.
 bool overflow_is_said(const PlanParams& params, const std::vector<int32_t>& counts) {
-  const PlanSizes sizes = plan_sizes(params, counts.data());
+  const HostPlan whole(params, counts.data());
+  const PlanSizes& sizes = whole.sizes;
   const size_t world = params.world, local = params.local_experts, experts = world * local;
   bool good = true;
   for (int which = 0; which < 4; ++which) {
@@ -183,23 +213,25 @@ bool overflow_is_said(const PlanParams& params, const std::vector<int32_t>& coun
     CHECK_CUDA(cudaMalloc(&counts_device, counts.size() * 4));
     CHECK_CUDA(cudaMemcpy(counts_device, counts.data(), counts.size() * 4, cudaMemcpyHostToDevice));
     kernel.counts = counts_device;
-    CHECK_CUDA(cudaMalloc(&kernel.sizes, sizeof(PlanSizes)));
-    CHECK_CUDA(cudaMalloc(&kernel.overflow, 4));
-    CHECK_CUDA(cudaMemset(kernel.overflow, 0, 4));
-    CHECK_CUDA(tilemoe_plan_launch(&kernel, nullptr));
-    PlanSizes got;
-    int32_t overflow;
-    CHECK_CUDA(cudaMemcpy(&got, kernel.sizes, sizeof(got), cudaMemcpyDeviceToHost));
-    CHECK_CUDA(cudaMemcpy(&overflow, kernel.overflow, 4, cudaMemcpyDeviceToHost));
-    good &= overflow == 1 && std::memcmp(&got, &sizes, sizeof(got)) == 0;
+    Said* said;
+    CHECK_CUDA(cudaMalloc(&said, sizeof(Said)));
+    CHECK_CUDA(cudaMemset(said, 0xff, sizeof(Said)));
+    launch_plan(kernel, said);
+    good &= holds(said, sizes, false);
+    std::vector<int64_t> dispatch_row(experts), recv_row(experts + 1);
+    CHECK_CUDA(cudaMemcpy(dispatch_row.data(), kernel.view.dispatch_row, experts * 8,
+                          cudaMemcpyDeviceToHost));
+    CHECK_CUDA(cudaMemcpy(recv_row.data(), kernel.view.recv_row, (experts + 1) * 8,
+                          cudaMemcpyDeviceToHost));
+    good &= dispatch_row == whole.dispatch_row && recv_row == whole.recv_row;
     for (const Array* array : {&bands, &segments, &chunks, &front_bands}) {
       std::vector<char> guard(Array::kGuard), wanted(Array::kGuard, char(0xa5));
       CHECK_CUDA(cudaMemcpy(guard.data(), array->device + array->host.size() - Array::kGuard,
                             Array::kGuard, cudaMemcpyDeviceToHost));
       good &= guard == wanted;
     }
-    for (void* p : {static_cast<void*>(words), static_cast<void*>(counts_device),
-                    static_cast<void*>(kernel.sizes), static_cast<void*>(kernel.overflow)}) {
+    for (void* p :
+         {static_cast<void*>(words), static_cast<void*>(counts_device), static_cast<void*>(said)}) {
       cudaFree(p);
     }
   }
@@ -229,7 +261,8 @@ int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
   const int cases = argc > 2 ? std::atoi(argv[2]) : 3000;
   std::mt19937_64 random(seed);
-  CHECK_CUDA(tilemoe_plan_load());
+  CHECK_CUDA(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  227 * 1024));  // all that a CTA can have
   const auto pick = [&](std::initializer_list<int> values) {
     return *(values.begin() + random() % values.size());
   };
@@ -241,9 +274,9 @@ int main(int argc, char** argv) {
     params.local_experts = pick({1, 2, 3, 8, 31, 32, 33, 64, params.world > 8 ? 7 : 128});
     params.tile_m = pick({16, 64, 128});
     params.layout = random() % 2 ? Layout::aligned : Layout::compact;
-    params.bands_per_segment = pick({1, 1, 2, 3, 8, 1000});
-    params.local_tail_bands = pick({-1, -1, 0, 1, 5, 100000});
-    params.chunk_rows = pick({1, 4, 8, 13, 64, 100000});
+    params.bands_per_segment = pick({1, 1, 2, 3, 8, 1000, INT32_MAX});
+    params.local_tail_bands = pick({-1, -1, 0, 1, 5, 100000, INT32_MAX});
+    params.chunk_rows = pick({1, 4, 8, 13, 64, 100000, INT32_MAX});
     const auto counts = random_counts(random, params, pick({1, 3, 20, 100, 400}));
     const Run result = run(params, counts, 1);
     const bool said = result.sizes.bands == 0 || result.sizes.segments == 0 ||

@@ -109,6 +109,7 @@ def the_split_of_a_graph_changes(ctx: RankContext) -> None:
         torch.cuda.synchronize()
         for _ in range(3):
             assert_equal(graph(x), want, f"{ctas} consumer CTAs")
+        runtime.backend.check()
         record = runtime.backend.poll_records()[-1]
         took[ctas] = record.times.scale_end
         agree("" if record.consumer_ctas == ctas else f"{record}: wanted {ctas} CTAs")

@@ -221,7 +221,7 @@ def records_without_waiting(ctx: RankContext) -> None:
     poll = runtime.backend.poll_records
     runtime.backend.poll_records = lambda: found.extend(poll()) or []  # a forward polls, too
     run(moe, rows(1000, 1024))
-    torch.cuda.synchronize()
+    runtime.backend.check()
     runtime.backend.poll_records()
     agree("" if len(found) == 1 else f"records {found}, wanted one")
     record = found[0]

@@ -45,6 +45,18 @@ def router() -> FusedRouter:
     return FusedRouter(CUDATileMoEBuilder().load(), torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 77, 1024])
+def test_widened_numbers_are_those_of_torch(
+    router: FusedRouter, dtype: torch.dtype, tokens: int
+) -> None:
+    every = torch.arange(1 << 16, device="cuda").to(torch.uint16).view(dtype)  # NaN among them
+    x, weight = torch.randn(tokens, 4096, device="cuda").to(dtype), every.view(16, 4096)
+    for wide, narrow in zip(router._widen(x, weight, None), (x, weight), strict=True):
+        assert wide.dtype == torch.float32
+        assert torch.equal(wide.view(torch.int32), narrow.float().view(torch.int32))
+
+
 def sorted_places(ids: Tensor, experts: int) -> Places:
     """Places by a stable sort."""
     tokens, topk = ids.shape
