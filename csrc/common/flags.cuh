@@ -212,12 +212,13 @@ __device__ __forceinline__ uint32_t read_count(const uint32_t* word) {
 // ---- Programmatic dependent launch: the next kernel's CTAs come while this one still runs.
 // allow_dependents: by one thread a CTA, once no work of the kernel needs a further SM, and, from
 // the count exchange on, behind await_prerequisites or in a kernel that is not launched early:
-// scale looks at the call's state, routes and plan in front of its own wait, and GEMM 2 at the
-// plan, and rely on it that the exchange has ended once the GEMM in front has come so far. The
-// router's kernels allow before they wait: the exchange waits in all threads before it allows, so
-// what comes behind it comes when they have all ended. await_prerequisites: by all threads of all
-// CTAs, so that the end of a kernel is the end of all in front of it; returns when the kernel in
-// front has ended and its writes are visible.
+// scale looks at the call's state and plan in front of its own wait, and GEMM 2 at the plan, and
+// both rely on it that the exchange has ended once the GEMM in front has come so far. The router's
+// kernels allow before they wait: the exchange waits in all threads before it allows, so what comes
+// behind it comes when they have all ended.
+//
+// await_prerequisites: by all threads of all CTAs, so that the end of a kernel is the end of all in
+// front of it; returns when the kernel in front has ended and its writes are visible.
 __device__ __forceinline__ void allow_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

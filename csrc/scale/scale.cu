@@ -132,26 +132,10 @@ __device__ __forceinline__ void add_rows(Sums& sums, const uint4* row, float wei
   }
 }
 
-// What a lane knows of its warp's next items: where the rows of the next one lie, and the routes of
-// the one after.
-struct Ahead {
-  Place next;
-  Route after;
-};
-
-// Of the warp's first items.
-__device__ __forceinline__ Ahead look_ahead(const ScaleParams& p) {
-  const int lane = threadIdx.x % 32;
-  const int32_t slices = ceil_div(p.n, kSliceColumns);
-  const int32_t warps = static_cast<int32_t>(gridDim.x) * kWarps;
-  const int32_t item = static_cast<int32_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  return {find_run(p, load_route(p, item / slices, lane)),
-          load_route(p, (item + warps) / slices, lane)};
-}
-
-// All warps, an item = a slice of a token at a time.
+// All warps, an item = a slice of a token at a time. Where the rows of the item after next and of
+// the next one lie is on its way while an item is summed.
 template <class E>
-__device__ void sum_tokens(const ScaleParams& p, const Ahead& first) {
+__device__ void sum_tokens(const ScaleParams& p) {
   const int lane = threadIdx.x % 32;
   const int32_t slices = ceil_div(p.n, kSliceColumns);
   const int32_t items = p.tokens * slices;
@@ -159,7 +143,8 @@ __device__ void sum_tokens(const ScaleParams& p, const Ahead& first) {
   const int32_t row_vectors = p.n / 8;
   const std::byte* const recv = p.view.blocks[p.view.rank] + p.view.offsets.recv;
   int32_t item = static_cast<int32_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  auto [next, after] = first;
+  Place next = find_run(p, load_route(p, item / slices, lane));
+  Route after = load_route(p, (item + warps) / slices, lane);
   for (; item < items; item += warps) {
     const Place place = next;
     next = find_run(p, after);
@@ -202,11 +187,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   Half& half = half_at(p.view, epoch);
   const int32_t cta = static_cast<int32_t>(blockIdx.x);
   const int32_t ctas = static_cast<int32_t>(gridDim.x);
-  const Ahead ahead = look_ahead(p);  // routes and plan were there when GEMM 2 began
   const bool good = await_rows(p, epoch);
   if (cta == 0 && threadIdx.x == 0) half.last_arrival_ns = now_ns();
   if (good) {
-    sum_tokens<E>(p, ahead);
+    sum_tokens<E>(p);
   } else {
     fill_nan<E>(p, cta, ctas);
   }
