@@ -91,7 +91,7 @@ bool compare(const Options& o, const ShapeSpec& spec, int tile_n) {
               spec.n, spec.k, spec.local_experts, spec.topk, o.ranks, kRoutings[o.routing].first,
               tile_n);
   const auto plain = [](const std::string& name, Mover mover, int ctas) {
-    return Variant{name, mover, ctas, false, 0, false};
+    return Variant{name, mover, ctas, false};
   };
   const Watch watch(b);
   std::vector<Variant> variants;
