@@ -239,6 +239,22 @@ def test_tokens_and_weights_of_16_bits_are_widened_in_one_launch(
         router.route(gate, tokens(4).to(dtype))
 
 
+@pytest.mark.parametrize("what", ["device", "width"])
+def test_no_kernel_reads_tokens_and_weights_that_do_not_fit(
+    library: PlayedLibrary, what: str
+) -> None:
+    """torch's own product refuses them; a kernel would read what is not there."""
+    gate, x = gate_of(2).to(torch.bfloat16), tokens(21).to(torch.bfloat16)
+    if what == "device":
+        x = x.to("meta")
+    else:
+        gate.wg.weight = torch.nn.Parameter(gate.wg.weight[:, :8].contiguous())
+    with pytest.raises((RuntimeError, ValueError)):
+        FusedRouter(library, CPU).route(gate, x)
+    assert library.widened == 0
+    assert not library.seen
+
+
 @pytest.mark.parametrize(("count", "k"), [(0, 2), (1, 3), (21, 2), (64, 8)])
 def test_parts_of_a_block_are_apart(library: PlayedLibrary, count: int, k: int) -> None:
     """Kernels are told the addresses of what the tensors show, and no call those of another."""

@@ -239,9 +239,8 @@ __device__ __forceinline__ void record_latest(uint64_t* word, uint64_t time_ns) 
 }
 
 // ---- Epoch of a call record, in page-locked host memory. Scope: sys.
-// Writer: one thread, when the call's kernels have ended (record.cuh). Reader: the host, which
-// reads
-//         the epoch before and after the record.
+// Writer: one thread, when the call's kernels have ended (record.cuh).
+// Reader: the host, which reads the epoch before and after the record.
 // Order:  0 -> fence.acq_rel.sys -> record (volatile stores) -> fence.acq_rel.sys -> epoch
 //         (publish_ready). A host that has read a word of the new record finds 0 or the new epoch
 //         behind it, never the old one, so a torn record does not pass.

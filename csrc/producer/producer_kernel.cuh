@@ -65,6 +65,8 @@ __device__ void multiply_tiles(const ProducerParams& params, typename T::Shared&
     if (tile.band < 0) return;
 
     if (group * kProducerStoreRows >= tile.rows) {  // nothing of it is this group's
+      // Without wgmma to tie them, warps of the group may be a stage apart: all threads arrive at a
+      // stage's empty barrier (CUTLASS 4.2.0, clusters of one), so none comes a phase too early.
       for (int32_t k = 0; k < k_blocks; ++k, ++read) {
         pipeline.consumer_wait(read);
         pipeline.consumer_release(read);

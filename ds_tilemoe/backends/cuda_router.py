@@ -207,6 +207,9 @@ class FusedRouter:
         source, gate_source = x.data_ptr(), weight.data_ptr()
         if (
             self._wide is None
+            or x.device != self.device
+            or weight.device != self.device
+            or weight.shape[1] != x.shape[1]
             or x.dtype not in _NARROW
             or weight.dtype not in _NARROW
             or (source | gate_source) % 16 != 0

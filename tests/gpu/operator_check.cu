@@ -290,13 +290,24 @@ void records(uint64_t seed) {
   bool good = true;
   const int calls = kCallRecords + 20;  // round the ring
   group.each([&](Rank& rank) {
-    for (int i = 0; i < calls; ++i) checked.call(rank, routings[rank.rank][0], Mover::sm, 8);
+    for (int i = 0; i < calls; ++i) {
+      rank.exchange.behind_router = i % 2;  // what poisons began when the call before had ended
+      checked.call(rank, routings[rank.rank][0], Mover::sm, 8);
+    }
+    rank.exchange.behind_router = 0;
     checked.wait(rank);
   });
   for (Rank& rank : group.ranks()) {
     CallRecord record;
     for (int epoch = calls - kCallRecords + 1; epoch <= calls; ++epoch) {
-      good = good && rank.record(epoch, &record) && record.iteration.epoch == epoch;
+      const bool there = rank.record(epoch, &record);
+      const LayerTimes& t = record.times;
+      const bool right = record.iteration.epoch == epoch && record.layer == rank.exchange.layer &&
+                         record.tokens == routings[rank.rank][0].tokens && record.rows > 0 &&
+                         record.consumer_ctas == 8 && 0 < t.exchange_end &&
+                         t.exchange_end <= t.down_start && t.down_start < t.down_end &&
+                         t.down_end <= t.last_arrival && t.last_arrival <= t.scale_end;
+      good = good && there && right;
     }
     good = good && !rank.record(calls - kCallRecords, &record);  // overwritten
   }
