@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from ds_tilemoe.backends.base import LayerShape
-from ds_tilemoe.errors import BuildError, TileMoEError, UnsupportedLayerError
-from ds_tilemoe.layers.agreement import DEVICE, DISABLED, EXCLUDED, Message, Offer, agree
+from ds_tilemoe.errors import BuildError, DeadlineError, TileMoEError, UnsupportedLayerError
+from ds_tilemoe.layers.agreement import (
+    DEVICE,
+    DISABLED,
+    EXCLUDED,
+    Message,
+    Offer,
+    agree,
+    collective,
+)
 
 SHAPE = LayerShape("mlp", 8, 2, 64, 96, 64, torch.float32)
 OTHER = dataclasses.replace(SHAPE, ffn=128)
@@ -125,3 +133,16 @@ def test_a_reason_of_the_layer_goes_before_settings_that_differ():
 def test_a_fault_of_one_rank_is_raised_by_all():
     with pytest.raises(BuildError, match="rank 1: no compiler"):
         agree([message(), message(fault="no compiler"), message()])
+
+
+SAID = ("[../gloo/tcp/pair.cc:548] Connection closed", "Application timeout caused pair closure")
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_what_a_process_group_says_when_it_has_failed_names_the_layer(text: str) -> None:
+    named = r"layer moe: a collective of the ranks.*start the job"
+    with pytest.raises(DeadlineError, match=named), collective("moe", "the ranks", None):
+        raise RuntimeError(text)
+    own = RuntimeError("an expert's own")
+    with pytest.raises(RuntimeError, match=str(own)), collective("moe", "the ranks", None):
+        raise own

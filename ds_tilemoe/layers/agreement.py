@@ -135,6 +135,10 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
     return decisions
 
 
+# What the libraries behind torch's process groups say; the last once a group has failed before.
+_OF_A_GROUP = re.compile("gloo|nccl|pair closure", re.IGNORECASE)
+
+
 @contextlib.contextmanager
 def collective(layers: str, what: str, grad: bool | None) -> Iterator[None]:
     """Says of a collective inside that does not end what its peers may have done instead.
@@ -153,7 +157,7 @@ def collective(layers: str, what: str, grad: bool | None) -> Iterator[None]:
     except TileMoEError:
         raise
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not re.search("gloo|nccl", str(error), re.I):
+        if not isinstance(error, dist.DistError) and not _OF_A_GROUP.search(str(error)):
             raise
         wanted = "call ds_tilemoe.apply, and as often"
         if grad is not None:
@@ -164,7 +168,8 @@ def collective(layers: str, what: str, grad: bool | None) -> Iterator[None]:
             )
         raise DeadlineError(
             f"layer {layers}: a collective of {what} did not end: {error}; every rank of the group"
-            f" must {wanted}"
+            f" must {wanted}. torch does not use a process group again of which a collective has"
+            " failed: start the job anew"
         ) from error
 
 
