@@ -14,9 +14,10 @@ namespace tilemoe {
 
 namespace py = pybind11;
 
-// What modules were when it was made: their classes, no hooks and no forward of their own, the same
-// submodules in `parents`, in `linears` the same parameters, as large and at the same addresses,
-// with nothing in front of them, and the same objects as `attributes`.
+// What modules were when it was made: their classes, no hooks and no forward of their own, as many
+// names in their tables (what comes may hide something of the class), the same submodules in
+// `parents`, in `linears` the same parameters, as large and at the same addresses, with nothing in
+// front of them, and the same objects as `attributes`.
 class Glance {
  public:
   using Objects = std::vector<py::object>;
@@ -34,6 +35,7 @@ class Glance {
                                                   " tables, wanted " +
                                                   std::to_string(modules_.size()));
     for (const py::object& module : modules_) types_.push_back(py::type::of(module));
+    for (const py::dict& table : tables_) sizes_.push_back(table.size());
     const auto keep = [](Objects& kept) {
       return [&kept](PyObject* value) {
         kept.push_back(py::reinterpret_borrow<py::object>(value));
@@ -107,7 +109,7 @@ class Glance {
 
   bool modules_hold() const {
     for (std::size_t i = 0; i < modules_.size(); ++i) {
-      if (!py::type::handle_of(modules_[i]).is(types_[i]) ||
+      if (!py::type::handle_of(modules_[i]).is(types_[i]) || tables_[i].size() != sizes_[i] ||
           value_of(tables_[i], forward_key_) != nullptr ||
           value_of(tables_[i], call_key_) != nullptr || !is_empty(tables_[i], hooks_key_) ||
           !is_empty(tables_[i], pre_hooks_key_)) {
@@ -215,9 +217,10 @@ class Glance {
   Objects modules_, types_, children_, parameters_;
   Tables tables_, parents_, linears_;
   Attributes attributes_;
-  Objects values_;                 // of the attributes
-  std::vector<Operand> operands_;  // of the parameters
-  std::vector<bool> biases_;       // of the linears: whether their __dict__ has a "bias", then None
+  Objects values_;                  // of the attributes
+  std::vector<std::size_t> sizes_;  // of the tables
+  std::vector<Operand> operands_;   // of the parameters
+  std::vector<bool> biases_;  // of the linears: whether their __dict__ has a "bias", then None
   bool is_cleared_ = false;
   const py::str forward_key_ = interned("forward"), call_key_ = interned("_call_impl"),
                 hooks_key_ = interned("_forward_hooks"),

@@ -168,6 +168,31 @@ def test_another_word_for_the_activation_is_seen() -> None:
     assert watch.look()
 
 
+class Helped(Functional):
+    def help(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.help()
+
+
+def test_what_hides_a_method_is_seen_at_a_glance(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not asked for by its name, of which a class may have many."""
+    watch, experts = watched(Helped())
+    asked: list[bool] = []
+    by_name = watch._hides_its_class
+    monkeypatch.setattr(watch, "_hides_its_class", lambda: asked.append(True) or by_name())
+    for _ in range(3):
+        assert watch.look()
+    assert len(asked) == (0 if way == "extension" else 3)
+    vars(experts[2])["help"] = lambda: 3.0
+    assert not watch.look()
+    del experts[2].help
+    assert watch.look()
+    experts[2].note = "no name of the class"
+    assert watch.look()
+
+
 def test_another_forward_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, _ = watched()
     for cls in (nn.GELU, nn.Linear, nn.Sequential):

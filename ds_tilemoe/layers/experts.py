@@ -9,7 +9,9 @@ Shape letters: H hidden, F ffn, N output width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,13 +108,76 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ in MEGATRON_LINEARS
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_ABSENT = object()
 
 
 def is_own(name: str) -> bool:
     """Whether an attribute of a module is something that its forward may read, and not torch's
     bookkeeping or that of a tool that marks its names (``__flops__``)."""
-    return name not in _OF_EVERY_MODULE and not (name.startswith("__") and name.endswith("__"))
+    return name not in OF_EVERY_MODULE and not (name.startswith("__") and name.endswith("__"))
+
+
+def class_attributes(kind: type[nn.Module]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Tables and keys of a user's class: methods and attributes that its forward may use."""
+    for table in _class_tables(kind):
+        for name in table:
+            if name != "forward" and is_own(name) and not name.startswith("_abc_"):
+                yield table, name
+
+
+def _class_tables(kind: type[nn.Module]) -> Iterator[Mapping[str, Any]]:
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing"):
+            yield vars(base)
+
+
+def is_cached(kind: type[nn.Module], name: str) -> bool:
+    """Whether reading an attribute is what first puts it into the module."""
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return isinstance(found, functools.cached_property)
+
+
+class Written:
+    """What experts' forwards were seen to write: counts, statistics, caches; (class, name) of each.
+
+    It is state, and no other value of it makes an expert another one. It holds for all modules of a
+    class, so that ranks do not differ by which of their experts ran.
+
+    An attribute that a forward writes and also computes its output with cannot be told from state:
+    no change of it is seen from outside. An examination compares numbers as they are by then.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[tuple[type, str]] = set()
+
+    def __contains__(self, attribute: tuple[type, str]) -> bool:
+        return attribute in self._names
+
+    @contextmanager
+    def by(self, expert: nn.Module) -> Iterator[None]:
+        """Adds what is replaced, made or deleted in the expert's modules and classes meanwhile.
+
+        The first value of a cached property is not: it is made once, and may then be watched.
+        """
+        modules = list(expert.modules())
+        tables: list[tuple[type[nn.Module], Mapping[str, Any]]] = [
+            (type(module), table)
+            for module in modules
+            for table in (vars(module), module._parameters, module._buffers)
+        ]
+        for kind in dict.fromkeys(map(type, modules)):
+            tables += [(kind, table) for table in _class_tables(kind)]
+        before = [dict(table) for _, table in tables]  # which also keeps ids from coming again
+        try:
+            yield
+        finally:
+            for (kind, table), old in zip(tables, before, strict=True):
+                for name in old.keys() | table.keys():
+                    is_same = old.get(name, _ABSENT) is table.get(name, _ABSENT)
+                    is_first = name not in old and is_cached(kind, name)
+                    if not (is_same or is_first) and is_own(name):
+                        self._names.add((kind, name))
 
 
 def hooks_of(module: nn.Module) -> str:

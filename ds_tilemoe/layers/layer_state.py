@@ -6,7 +6,8 @@ Shape letters: E experts of the group, H hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,15 @@ from ds_tilemoe.backends.base import Experts, LayerShape
 from ds_tilemoe.backends.cuda_limits import choose_dispatch, layer_obstacle
 from ds_tilemoe.errors import ConfigError
 from ds_tilemoe.layers.agreement import Decision, Offer
-from ds_tilemoe.layers.experts import LocalExpert, Recipe, hooks_of, is_own
+from ds_tilemoe.layers.experts import (
+    LocalExpert,
+    Recipe,
+    Written,
+    class_attributes,
+    hooks_of,
+    is_cached,
+    is_own,
+)
 from ds_tilemoe.layers.recognise import (
     DTYPES,
     UnknownExpert,
@@ -27,7 +36,7 @@ from ds_tilemoe.layers.recognise import (
 )
 from ds_tilemoe.layers.runtime import Runtime, Session
 from ds_tilemoe.layers.surroundings import check_host, hooks_around
-from ds_tilemoe.layers.watch import ExpertWatch, class_attributes
+from ds_tilemoe.layers.watch import ExpertWatch
 from ds_tilemoe.stats import LayerStats
 
 RANDOM_REMARK = "DeepSpeed's path while its dropout is active"
@@ -79,7 +88,8 @@ class LayerState:
         expert_tp: whether its MoE module asks for tensor-parallel experts.
 
     Attributes:
-        shapes: what the group runs on the backend, by this rank's situation then.
+        shapes: what the group runs on the backend, by this rank's situation then. Of experts that
+            are no longer, only the first: there is one for as long as the layer has had any.
         kept: while the group is on DeepSpeed's path: this rank's situation at that decision, and
             the reason. A layer is on one of the two paths on all ranks of its group.
         listeners: called, once, with the next decision that stands.
@@ -103,6 +113,9 @@ class LayerState:
         self._offers: dict[tuple[torch.dtype | None, torch.dtype | None, GateForm | None], Offer]
         self._offers = {}  # by dtype of the output and of the weights, and gate
         self._seen: object = None  # what experts that were refused looked like
+        self._was_tried = False  # they, and were refused for what their forward gave
+        self._written = Written()
+        self._unread: set[tuple[type, str]] = set()  # cached properties that had no value then
         self._gate: GateForm | None = None  # at the last look
         self._device: str | None = None  # where the shapes were agreed on, "cpu" or "cuda"
 
@@ -136,7 +149,8 @@ class LayerState:
                 reason = str(error)
                 if not isinstance(error, UnknownExpert | ConfigError):
                     reason = f"it could not be examined: {type(error).__name__}: {error}"
-                self.watch, self._seen = None, _look(layer)
+                self.watch, self._unread = None, _find_unread(layer)
+                self._seen = self._look(layer)
                 self._offers = {key: Offer(self.name, reason, isinstance(error, ConfigError))}
         return self._offers[key]
 
@@ -147,13 +161,14 @@ class LayerState:
         """
         watch = self.watch
         if watch is None:
-            is_current = self._seen == _look(layer)
+            is_current = self._seen == self._look(layer)
         else:
             is_current = layer._modules.get("experts") is watch.holder and watch.look()
         if not is_current:
             self.version += 1
             self.recipe, self.watch, self._offers = None, None, {}
-            self._seen = _look(layer)
+            self.shapes = dict(itertools.islice(self.shapes.items(), 1))
+            self._seen = self._look(layer)
             watch = None
         weight = first_weight(layer) if watch is None else watch.weight
         dtype = weights = None if weight is None else weight.dtype
@@ -161,6 +176,12 @@ class LayerState:
             dtype = torch.get_autocast_dtype(weight.device.type)
         is_random = watch is not None and watch.is_random
         return Situation(dtype, weights, is_random, self.version, self._look_at_gate(layer))
+
+    def _look(self, layer: MOELayer) -> object:
+        """At experts that were refused."""
+        if not self._was_tried:
+            return _look(layer, None)
+        return _look(layer, lambda place: place in self._written or place in self._unread)
 
     def _look_at_gate(self, layer: MOELayer) -> GateForm | None:
         """Of a gate that cannot be read it keeps the form that it had: the router will raise what
@@ -209,26 +230,28 @@ class LayerState:
         Raises:
             ConfigError: a setting that it cannot meet.
         """
+        self._was_tried = False
         check_host(layer, self.expert_tp)
         modules = list(layer.experts.deepspeed_experts)
         for module in modules:
             check_static(module)
         if len({p.dtype for m in modules for p in m.parameters()}) > 1:
             raise UnknownExpert("its experts differ in dtype")
+        self._was_tried = True
         hidden = layer.gate.wg.in_features
         if self.recipe is None:
             # Of each make the first: numbers of the moment would not tell one from another.
             makes = {_make_of(expert): expert for expert in reversed(modules)}
-            recipes = {find_recipe(expert, hidden) for expert in makes.values()}
+            recipes = {find_recipe(expert, hidden, self._written) for expert in makes.values()}
             if len(recipes) > 1:
                 raise UnknownExpert(
                     f"its experts are built differently: {', '.join(sorted(map(str, recipes)))}"
                 )
             (self.recipe,) = recipes
         for module in modules:
-            check_numbers(module, self.recipe, hidden)
+            check_numbers(module, self.recipe, hidden, self._written)
         experts = [LocalExpert(module, self.recipe) for module in modules]
-        watch = ExpertWatch(layer.experts, experts)
+        watch = ExpertWatch(layer.experts, experts, self._written)
         widths = {tuple(cut.down_weight.shape) for cut in experts}
         if len(widths) > 1:
             raise UnknownExpert(f"its experts differ in shape: {sorted(widths)}")
@@ -257,10 +280,15 @@ class LayerState:
         return shape
 
 
-def _look(layer: MOELayer) -> object:
+def _look(layer: MOELayer, is_state: Callable[[tuple[type, str]], bool] | None) -> object:
     """What an offer may refuse and a user may take back: hooks, patches, classes, sizes, dtypes.
 
     Takes its time, as on DeepSpeed's own path there is some.
+
+    Args:
+        is_state: (class, name) of an attribute -> whether it is none that a forward reads only;
+            None: all are, as the reason was seen without trying the experts out, such as a hook
+            (which may write some).
     """
     experts = getattr(layer, "experts", None)
     if not isinstance(experts, nn.Module):
@@ -271,13 +299,34 @@ def _look(layer: MOELayer) -> object:
             (kind := type(module)),
             kind.forward,
             hooks_of(module),
-            [(name, _value(value)) for name, value in vars(module).items() if is_own(name)],
-            [_value(table.get(name)) for table, name in class_attributes(kind)],
-            [_value(buffer) for buffer in module._buffers.values()],
+            "forward" in vars(module),
+            [] if is_state is None else list(_values_of(module, is_state)),
         )
         for module in experts.modules()
     ]
     return hooks_around(experts), modules, [_measures(p) for p in layer.parameters()]
+
+
+def _values_of(
+    module: nn.Module, is_state: Callable[[tuple[type, str]], bool]
+) -> Iterator[tuple[str, object]]:
+    """Of all that its forward may read beside parameters, but for state."""
+    kind = type(module)
+    for name, value in [*vars(module).items(), *module._buffers.items()]:
+        if is_own(name) and not is_state((kind, name)):
+            yield name, _value(value)
+    for table, name in class_attributes(kind):
+        if not is_state((kind, name)):
+            yield name, _value(table.get(name))
+
+
+def _find_unread(layer: MOELayer) -> set[tuple[type, str]]:
+    """Cached properties that no module of the class has yet: reading one is no change."""
+    experts = getattr(layer, "experts", None)
+    modules = list(experts.modules()) if isinstance(experts, nn.Module) else []
+    kinds = dict.fromkeys(map(type, modules))
+    cached = {(k, n) for k in kinds for _, n in class_attributes(k) if is_cached(k, n)}
+    return cached - {(type(module), name) for module in modules for name in vars(module)}
 
 
 def _value(attribute: object) -> object:

@@ -23,6 +23,7 @@ from ds_tilemoe.layers.experts import (
     ACTIVATIONS,
     LocalExpert,
     Recipe,
+    Written,
     hooks_of,
     is_linear,
     is_own,
@@ -31,6 +32,7 @@ from ds_tilemoe.layers.experts import (
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # rows of the comparison
+FEW = 6  # of them
 FAR_OUT = (32.0, 2048.0)  # times these rows
 # Of the largest output: the same operations in the same order, other GEMM shapes.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -75,52 +77,62 @@ def check_static(expert: nn.Module) -> None:
         )
 
 
-def find_recipe(expert: nn.Module, hidden: int) -> Recipe:
+def find_recipe(expert: nn.Module, hidden: int, written: Written | None = None) -> Recipe:
     """The recipe that gives what ``expert`` gives, found on a copy with random weights.
 
     Args:
         expert: any module [..., H] -> [..., N], or -> a tuple that starts with that.
         hidden: H.
+        written: gets what its forward writes, in training mode too where there is a recipe.
 
     Raises:
         UnknownExpert: there is none that we know.
     """
     device = next(expert.parameters()).device
+    written = Written() if written is None else written
     with _undisturbed(device):
         try:
             probe = copy.deepcopy(expert).float().eval()
             _randomise(probe)
             x = _rows(hidden, device, torch.float32)
-            want = _own_output(probe, x)
+            want = _own_output(probe, x, written)
         except Exception as error:
             raise UnknownExpert(
                 f"an expert ({type(expert).__name__}) could not be tried out:"
                 f" {type(error).__name__}: {error}"
             ) from error
         for recipe in _proposals(probe, hidden, want.shape[-1]):
-            if _agrees(probe, recipe, x, want) and _agrees_far_out(probe, recipe, x):
-                return dataclasses.replace(
-                    recipe, random_in_training=not _same_in_training(probe, x, want)
-                )
+            if _agrees(probe, recipe, x, want) and _agrees_far_out(probe, recipe, x, written):
+                is_random = not _same_in_training(probe, x, want, written)
+                return dataclasses.replace(recipe, random_in_training=is_random)
     raise UnknownExpert(_describe_unknown(expert))
 
 
-def check_numbers(expert: nn.Module, recipe: Recipe, hidden: int) -> None:
+def check_numbers(
+    expert: nn.Module, recipe: Recipe, hidden: int, written: Written | None = None
+) -> None:
     """Compare the recipe with the expert's own eval-mode forward on its real weights.
 
     Training flags and random states are as before when it returns.
+
+    Args:
+        expert, recipe, hidden: see :func:`find_recipe`.
+        written: gets what its forward writes, and what the parts of it write that a cut runs.
 
     Raises:
         UnknownExpert: they differ.
     """
     parameter = next(expert.parameters())
+    written = Written() if written is None else written
     modes = {module: module.training for module in expert.modules()}
     with _undisturbed(parameter.device):
         expert.eval()
         try:
             x = _rows(hidden, parameter.device, parameter.dtype)
-            want = _own_output(expert, x)
-            same = not want.isfinite().all() or _agrees(expert, recipe, x, want)
+            want = _own_output(expert, x, written)
+            _own_output(expert, x[:FEW], written)  # writes what depends on their number
+            with written.by(expert):
+                same = not want.isfinite().all() or _agrees(expert, recipe, x, want)
         except Exception as error:
             raise UnknownExpert(
                 f"an expert ({type(expert).__name__}) could not be tried out:"
@@ -192,25 +204,28 @@ def _agrees(expert: nn.Module, recipe: Recipe, x: Tensor, want: Tensor) -> bool:
     return _close(whole, want) and _close(torch.cat([want[:5], few, want[8:]]), want)
 
 
-def _agrees_far_out(probe: nn.Module, recipe: Recipe, x: Tensor) -> bool:
+def _agrees_far_out(probe: nn.Module, recipe: Recipe, x: Tensor, written: Written) -> bool:
     """Also where a clamp or a saturation would show, which ordinary rows do not reach; not asked of
     a registered description, whose front runs as its author wrote it."""
     for scale in FAR_OUT if recipe.kind != "registered" else ():
-        want = _own_output(probe, scale * x)
+        want = _own_output(probe, scale * x, written)
         if want.isfinite().all() and not _agrees(probe, recipe, scale * x, want):
             return False
     return True
 
 
-def _same_in_training(probe: nn.Module, x: Tensor, want: Tensor) -> bool:
+def _same_in_training(probe: nn.Module, x: Tensor, want: Tensor, written: Written) -> bool:
     probe.train()
     for module in probe.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # these are looked at in each call, where their p is known
     try:
-        return _close(_own_output(probe, x), want)
+        is_same = _close(_own_output(probe, x, written), want)
     except Exception:
-        return False
+        is_same = False
+    with contextlib.suppress(Exception), torch.enable_grad():
+        _own_output(probe, x, written)  # for what it writes
+    return is_same
 
 
 def _close(got: Tensor, want: Tensor) -> bool:
@@ -220,9 +235,10 @@ def _close(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got.float(), want.float(), rtol=0.0, atol=atol)
 
 
-def _own_output(expert: nn.Module, x: Tensor) -> Tensor:
+def _own_output(expert: nn.Module, x: Tensor, written: Written) -> Tensor:
     """The expert's own forward in the shape in which DeepSpeed calls it: [W, 1, rows, H]."""
-    out = expert(x.view(2, 1, -1, x.shape[-1]))
+    with written.by(expert):
+        out = expert(x.view(2, 1, -1, x.shape[-1]))
     out = out[0] if isinstance(out, tuple) else out
     return out.reshape(x.shape[0], out.shape[-1])
 

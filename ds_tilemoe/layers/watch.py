@@ -10,7 +10,7 @@ than at the last look, which takes a fifth of the time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from types import MappingProxyType
@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ds_tilemoe.backends.base import Experts
-from ds_tilemoe.layers.experts import LocalExpert, is_linear, is_own
+from ds_tilemoe.layers.experts import (
+    OF_EVERY_MODULE,
+    LocalExpert,
+    Written,
+    class_attributes,
+    is_cached,
+    is_linear,
+    is_own,
+)
 from ds_tilemoe.layers.recognise import UnknownExpert
 from ds_tilemoe.op_builder import CPUTileMoEBuilder
 
@@ -50,6 +58,7 @@ class ExpertWatch:
     Args:
         holder: DeepSpeed's ``Experts`` module.
         cuts: its experts, examined: no hooks, no patches, one dtype, one recipe.
+        written: what of their attributes is not looked at, as their forwards write it.
 
     Attributes:
         holder: see above.
@@ -60,7 +69,10 @@ class ExpertWatch:
         UnknownExpert: a look could never find them in order.
     """
 
-    def __init__(self, holder: nn.Module, cuts: Sequence[LocalExpert]) -> None:
+    def __init__(
+        self, holder: nn.Module, cuts: Sequence[LocalExpert], written: Written | None = None
+    ) -> None:
+        written = Written() if written is None else written
         self.holder = holder
         self.experts = Experts(cuts)
         self._cuts = cuts
@@ -73,9 +85,12 @@ class ExpertWatch:
         self._children = self._list_children()
         self._classes = list(dict.fromkeys(self._types))
         self._forwards = list(map(_FORWARD, self._classes))
-        of_classes = [pair for kind in self._classes for pair in class_attributes(kind)]
-        self._class_tables = [table for table, _ in of_classes]
-        self._class_names = [name for _, name in of_classes]
+        of_classes = {
+            kind: [pair for pair in class_attributes(kind) if (kind, pair[1]) not in written]
+            for kind in self._classes
+        }
+        self._class_tables = [table for pairs in of_classes.values() for table, _ in pairs]
+        self._class_names = [name for pairs in of_classes.values() for _, name in pairs]
         self._class_values = self._list_class_values()
         linears = dict.fromkeys(module for module in self._modules if is_linear(module))
         linears.update(dict.fromkeys(linear for cut in cuts for linear in cut.linears))
@@ -90,18 +105,29 @@ class ExpertWatch:
         self._may_drop = [
             vars(module) for c in self._with_dropout for module in (c.expert, *c.dropouts)
         ]
-        attributes = [pair for cut in cuts for pair in _attributes_of(cut)]
+        attributes = [pair for cut in cuts for pair in _attributes_of(cut, written)]
         self._owners = [table for table, _ in attributes]
         self._names = [name for _, name in attributes]
         self._values = [table[name] for table, name in attributes]
         # What a module may yet put in front of its class: an attribute, or a method.
+        may_hide = {
+            kind: {name for _, name in pairs if not is_cached(kind, name)}
+            for kind, pairs in of_classes.items()
+        }
         free = [
             (table, name)
             for kind, table in zip(self._types, self._tables, strict=True)
-            for _, name in class_attributes(kind)
+            for name in may_hide[kind]
             if name not in table
         ]
         self._free_tables, self._free_names = [t for t, _ in free], [name for _, name in free]
+        # By id, of the tables of these: the names in it that a glance will not miss.
+        self._held = {id(table): (table, set(OF_EVERY_MODULE)) for table in self._free_tables}
+        for table, name in attributes:
+            if id(table) in self._held:
+                self._held[id(table)][1].add(name)
+        self._loose_tables: list[dict[str, Any]] = []  # the other names in them, at a glance
+        self._loose_names: list[str] = []
         self._glance: Any = None  # of the last look, if the extension is there
         self._has_no_glance = False  # the extension has failed
         self.weight: Tensor
@@ -112,10 +138,8 @@ class ExpertWatch:
     def look(self) -> bool:
         """Whether the experts are as they were examined; their numbers and dtype may be others."""
         try:
-            if self._glance is not None and self._glance.holds():
-                if any(_HOOKS_OF_ALL) or (self._free_names and self._hides_its_class()):
-                    return False
-                return self._has_its_classes()
+            if self._glance is not None and self._glance.holds() and not self._has_lost_names():
+                return not any(_HOOKS_OF_ALL) and self._has_its_classes()
             is_in_order = self._is_whole() and self._see_operands()
         except Exception:  # a part that was there is gone
             is_in_order = False
@@ -126,6 +150,10 @@ class ExpertWatch:
         extension = _extension()
         if extension is None or self._has_no_glance:
             return None
+        loose = [
+            (table, name) for table, held in self._held.values() for name in table.keys() - held
+        ]
+        self._loose_tables, self._loose_names = [t for t, _ in loose], [name for _, name in loose]
         try:
             return extension.Glance(
                 modules=self._modules,
@@ -187,6 +215,11 @@ class ExpertWatch:
     def _hides_its_class(self) -> bool:
         return any(map(contains, self._free_tables, self._free_names))
 
+    def _has_lost_names(self) -> bool:
+        """Since the glance. To it a table of as many names is the same; but for this one may have
+        gone, and another have come that hides something of the class."""
+        return not all(map(contains, self._loose_tables, self._loose_names))
+
     def _list_plain_biases(self) -> list[Any]:
         """Of the linears: what hides a parameter; None is how a class may say that it has none."""
         return list(map(dict.get, self._linears, repeat("bias"), repeat(_ABSENT)))
@@ -231,7 +264,7 @@ class ExpertWatch:
         )
 
 
-def _attributes_of(cut: LocalExpert) -> Iterator[tuple[dict[str, Any], str]]:
+def _attributes_of(cut: LocalExpert, written: Written) -> Iterator[tuple[dict[str, Any], str]]:
     """Tables and keys of what an expert's forward may read beside its tensors, whose numbers the
     recipe does not stand on: factors, words, flags, functions; and places that hold nothing yet.
 
@@ -240,19 +273,11 @@ def _attributes_of(cut: LocalExpert) -> Iterator[tuple[dict[str, Any], str]]:
     for module in cut.expert.modules():
         if type(module) is nn.Linear or module in cut.dropouts:
             continue
+        kind = type(module)
         for name in vars(module):
-            if is_own(name):
+            if is_own(name) and (kind, name) not in written:
                 yield vars(module), name
         for table in (module._parameters, module._buffers):
             for name, value in table.items():
-                if value is None and not is_linear(module):
+                if value is None and not is_linear(module) and (kind, name) not in written:
                     yield table, name
-
-
-def class_attributes(kind: type[nn.Module]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Tables and keys of a user's class: methods and attributes that its forward may use."""
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing"):
-            for name in vars(base):
-                if name != "forward" and is_own(name) and not name.startswith("_abc_"):
-                    yield vars(base), name
