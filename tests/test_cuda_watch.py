@@ -193,12 +193,13 @@ def test_what_hides_a_method_is_seen_at_a_glance(way: str, monkeypatch: pytest.M
     assert watch.look()
 
 
-def test_another_forward_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["forward", "__call__", "_call_impl"])
+def test_another_function_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     watch, _ = watched()
-    for cls in (nn.GELU, nn.Linear, nn.Sequential):
+    for cls in (nn.GELU, nn.Linear, nn.Sequential, *([] if name == "forward" else [nn.Module])):
         assert watch.look()
         with monkeypatch.context() as patch:
-            patch.setattr(cls, "forward", lambda self, x: x)
+            patch.setattr(cls, name, lambda self, x: x, raising=False)
             assert not watch.look()
     assert watch.look()
 

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -107,6 +108,9 @@ def is_linear(module: nn.Module) -> bool:
     """A matrix that we may read ourselves: weight [out, in] and maybe a bias, nothing else."""
     return type(module) is nn.Linear or type(module).__name__ in MEGATRON_LINEARS
 
+
+# Of a module's class: the functions that a call of the module goes through.
+calling = attrgetter("forward", "__call__", "_call_impl")
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ABSENT = object()

@@ -22,6 +22,7 @@ from ds_tilemoe.layers.experts import (
     LocalExpert,
     Recipe,
     Written,
+    calling,
     class_attributes,
     hooks_of,
     is_cached,
@@ -297,7 +298,7 @@ def _look(layer: MOELayer, is_state: Callable[[tuple[type, str]], bool] | None) 
         (
             id(module),
             (kind := type(module)),
-            kind.forward,
+            calling(kind),
             hooks_of(module),
             "forward" in vars(module),
             [] if is_state is None else list(_values_of(module, is_state)),

@@ -25,6 +25,7 @@ from ds_tilemoe.layers.experts import (
     OF_EVERY_MODULE,
     LocalExpert,
     Written,
+    calling,
     class_attributes,
     is_cached,
     is_linear,
@@ -35,7 +36,7 @@ from ds_tilemoe.op_builder import CPUTileMoEBuilder
 
 _CHILDREN, _PARAMETERS = itemgetter("_modules"), itemgetter("_parameters")
 _PRE_HOOKS, _HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
-_DTYPE, _SHAPE, _FORWARD = attrgetter("dtype"), attrgetter("shape"), attrgetter("forward")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 _TRAINING = itemgetter("training")
 _GET = MappingProxyType.get  # of a class's __dict__, past what a lookup in it would make
 _DATA_PTR, _IS_CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
@@ -84,7 +85,7 @@ class ExpertWatch:
         self._parents = [table for table in family if table["_modules"]]
         self._children = self._list_children()
         self._classes = list(dict.fromkeys(self._types))
-        self._forwards = list(map(_FORWARD, self._classes))
+        self._forwards = list(map(calling, self._classes))
         of_classes = {
             kind: [pair for pair in class_attributes(kind) if (kind, pair[1]) not in written]
             for kind in self._classes
@@ -205,7 +206,7 @@ class ExpertWatch:
         )
 
     def _has_its_classes(self) -> bool:
-        return list(map(_FORWARD, self._classes)) == self._forwards and (
+        return list(map(calling, self._classes)) == self._forwards and (
             not self._class_names or self._list_class_values() == self._class_values
         )
 
