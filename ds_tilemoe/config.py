@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import difflib
 import functools
+import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -102,14 +105,31 @@ def split_config(
     ``deepspeed.init_inference`` refuses every key that it does not know, this block included; give
     it the first and ``ds_tilemoe.apply`` the second. ``deepspeed.initialize`` takes the whole.
 
+    Args:
+        ds_config: a whole one, never the block alone: a mapping, or a file as for load_config.
+
     Returns:
         A shallow copy of ``ds_config`` without the block, and the checked block.
 
     Raises:
-        ConfigError: as load_config.
+        ConfigError: as load_config; also a field of the block at the top level.
     """
+    if not isinstance(ds_config, Mapping | str | Path):
+        raise ConfigError(
+            f"ds_config: got a {type(ds_config).__name__}; wanted a mapping or the path of a JSON "
+            f'or HJSON file; fix: pass the whole ds_config, e.g. {{"{BLOCK}": {{}}}}'
+        )
     whole = ds_config if isinstance(ds_config, Mapping) else _read(ds_config)
+    return _split(whole)
+
+
+def _split(
+    whole: Mapping[str, Any], any_fields: bool = False
+) -> tuple[dict[str, Any], TileOverlapConfig]:
+    """As split_config; ``any_fields``: keys of our fields' names may be someone else's."""
     _refuse_misplaced(whole)
+    if not any_fields:
+        _refuse_fields(whole)
     block = _defaults(f'the ds_config has no "{BLOCK}" block') if BLOCK not in whole else None
     rest = {key: value for key, value in whole.items() if key != BLOCK}
     return rest, block or _check_block(whole[BLOCK])
@@ -117,15 +137,16 @@ def split_config(
 
 def _from_engine(engine: Any) -> TileOverlapConfig:
     # initialize() keeps what it parsed in _config._param_dict; engine.config is what it was passed,
-    # maybe a path. An engine of init_inference holds the model's own config there, or nothing.
-    whole = getattr(getattr(engine, "_config", None), "_param_dict", None)
-    if whole is None:
+    # maybe a path. An engine of init_inference holds the model's own config there, or nothing; its
+    # keys are the model's, so names of our fields mean nothing among them.
+    whole = kept = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    if kept is None:
         whole = getattr(engine, "config", None)
     if isinstance(whole, str | Path):
         whole = _read(whole)
     if not isinstance(whole, Mapping):
         return _defaults(f"the engine ({type(engine).__name__}) carries no ds_config")
-    return split_config(whole)[1]
+    return _split(whole, any_fields=kept is None and BLOCK not in whole)[1]
 
 
 def _from_mapping(mapping: Mapping[str, Any]) -> TileOverlapConfig:
@@ -176,18 +197,55 @@ def _read(source: str | Path) -> Mapping[str, Any]:
             ) from None
     else:
         text = _base64_text(source)
+    name = f"ds_config {shorten(str(source))!r}"
     try:
-        parsed = hjson.loads(text, object_pairs_hook=_no_duplicates)
-    except (hjson.HjsonDecodeError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"ds_config {shorten(str(source))!r} is not JSON or HJSON: {error}; fix: mend that line"
-        ) from None
+        parsed = hjson.loads(text, object_pairs_hook=_no_duplicates, parse_float=_number)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        with contextlib.suppress(RecursionError):
+            _refuse_infinite(_as_json(text), name)  # HJSON has no word for these
+        raise ConfigError(f"{name} is not JSON or HJSON: {error}; fix: mend that line") from None
+    _refuse_infinite(parsed, name)
     if not isinstance(parsed, Mapping):
         raise ConfigError(
-            f"ds_config {shorten(str(source))!r}: got {show(parsed)}; wanted an object {{...}}; "
+            f"{name}: got {show(parsed)}; wanted an object {{...}}; "
             "fix: wrap the settings in braces"
         )
     return parsed
+
+
+class _TooLarge(float):
+    """A number of a file beyond float's range."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __int__(self) -> int:
+        return 0  # hjson asks each number whether it is whole, and an infinite one has no answer
+
+
+def _number(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _TooLarge(text)
+
+
+def _as_json(text: str) -> object:
+    """What Python's json makes of it, NaN and Infinity included; None if nothing."""
+    try:
+        return json.loads(text, parse_float=_number)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_infinite(parsed: object, name: str) -> None:
+    """Raises on the first number that is not finite."""
+    for where, _, value in _inside(parsed, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            got = value.text if isinstance(value, _TooLarge) else show(value)
+            raise ConfigError(
+                f"{name}: {where}: got {got}; wanted a finite number; "
+                "fix: write one, or leave the key out"
+            )
 
 
 def _base64_text(source: str | Path) -> str:
@@ -222,11 +280,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _is_block_name(key: object) -> bool:
     plain = re.sub(r"[^a-z]", "", str(key).lower())
-    return difflib.SequenceMatcher(None, plain, "tileoverlap").ratio() > 0.8
+    return (
+        "tileoverlap" in plain or difflib.SequenceMatcher(None, plain, "tileoverlap").ratio() > 0.8
+    )
 
 
 def _refuse_misplaced(whole: Mapping[str, Any]) -> None:
-    """Raises on what looks like our block, or one of its fields, anywhere but at the top."""
+    """Raises on what looks like our block, of another name or anywhere but at the top."""
     for key, value in whole.items():
         if key == BLOCK:
             continue
@@ -234,27 +294,46 @@ def _refuse_misplaced(whole: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f'{key}: got a block of this name; wanted "{BLOCK}"; fix: rename it to "{BLOCK}"'
             )
-        for where in _blocks_inside(value, str(key)):
+        for where in (path for path, name, _ in _inside(value, str(key)) if _is_block_name(name)):
             raise ConfigError(
                 f'{where}: got the block inside "{where.rsplit(".", 1)[0]}"; wanted "{BLOCK}" '
                 "at the top level of the ds_config; fix: move it there"
             )
-    if BLOCK in whole or not DS_CONFIG_KEYS.isdisjoint(whole):
-        # Names with an underscore are ours alone; "layers" or "stats" may be someone else's key.
-        for key in (name for name in TileOverlapConfig.model_fields if "_" in name):
-            if key in whole:
-                raise ConfigError(
-                    f'{key}: got it at the top level of the ds_config; wanted it inside "{BLOCK}"; '
-                    f'fix: write "{BLOCK}": {{"{key}": ...}}'
-                )
 
 
-def _blocks_inside(value: object, where: str) -> Iterator[str]:
+# Words that may be someone else's key of a ds_config, where our block is there beside them.
+_COMMON = frozenset({"enabled", "backend", "layers", "strict", "stats"})
+
+
+def _refuse_fields(whole: Mapping[str, Any]) -> None:
+    """Raises on fields of our block, misspelt ones too, at the top level of a ds_config."""
+    faults = []
+    fields = TileOverlapConfig.model_fields
+    ours = [name for name in fields if "_" in name]  # long enough to tell a misspelling
+    for key in whole:
+        plain = re.sub(r"[^a-z0-9]+", "_", str(key).lower())
+        near = [plain] if plain in fields else difflib.get_close_matches(plain, ours, 1, 0.85)
+        if not near or (near[0] in _COMMON and BLOCK in whole):
+            continue
+        name = near[0]
+        fix = f'write "{BLOCK}": {{"{name}": ...}}'
+        if name in _COMMON:
+            fix += f', or "{BLOCK}": {{}} beside it if the key is not meant for ds_tilemoe'
+        faults.append(
+            f'{key}: got it at the top level of the ds_config; wanted it inside "{BLOCK}"; '
+            f"fix: {fix}"
+        )
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _inside(value: object, where: str) -> Iterator[tuple[str, object, object]]:
+    """Path, key and value of all below ``value``; what stands in a list has no key."""
+    found: list[tuple[str, object, object]] = []
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if _is_block_name(key):
-                yield f"{where}.{key}"
-            yield from _blocks_inside(inner, f"{where}.{key}")
+        found = [(f"{where}.{key}" if where else str(key), key, value[key]) for key in value]
     elif isinstance(value, list | tuple):
-        for position, inner in enumerate(value):
-            yield from _blocks_inside(inner, f"{where}[{position}]")
+        found = [(f"{where}[{position}]", None, inner) for position, inner in enumerate(value)]
+    for path, key, inner in found:
+        yield path, key, inner
+        yield from _inside(inner, path)

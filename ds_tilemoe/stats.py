@@ -349,13 +349,14 @@ def export_config(path: str | Path | None = None) -> dict[str, Any]:
     the controller has chosen last.
 
     Args:
-        path: where to write it as JSON as well.
+        path: where to write it as JSON as well; ``~`` is the home, missing folders are made.
 
     Returns:
         ``{"tile_overlap": {...}}``, of the layer that was swapped last.
 
     Raises:
         ValueError: no layer has run on a backend yet, so nothing has been chosen.
+        OSError: the file cannot be written.
     """
     chosen = [stats for stats in all_stats() if stats.settings]
     if not chosen:
@@ -366,5 +367,7 @@ def export_config(path: str | Path | None = None) -> dict[str, Any]:
     split = {} if choice is None else choice.settings()
     block = {BLOCK: without_unused(settings | split)}
     if path is not None:
-        Path(path).write_text(json.dumps(block, indent=2) + "\n")
+        target = Path(path).expanduser()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(block, indent=2) + "\n")
     return block

@@ -319,7 +319,16 @@ def test_bounds_across_fields() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tile-overlap", "tile_overalp", "tileoverlap", "TileOverlap", "tile_overlaps", "tile overlap"],
+    [
+        "tile-overlap",
+        "tile_overalp",
+        "tileoverlap",
+        "TileOverlap",
+        "tile_overlaps",
+        "tile overlap",
+        "tile_overlap_config",
+        "ds_tilemoe.tile_overlap",
+    ],
 )
 def test_misspelt_block_is_refused_with_the_right_name(name: str) -> None:
     for source in ({name: {}, **BATCH}, {name: {}}, {name: {}, "tile_overlap": {}}):
@@ -341,14 +350,70 @@ def test_field_beside_the_block_is_refused() -> None:
     assert 'inside "tile_overlap"' in refusal({"tile_m": 2, "tile_overlap": {}})
 
 
+@pytest.mark.parametrize("key", TileOverlapConfig.model_fields)
+def test_fields_without_the_block_are_refused(key: str, tmp_path: Path) -> None:
+    """DeepSpeed says nothing of them, so they would be ignored."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({key: DEFAULTS[key]}))
+    engine = SimpleNamespace(module=None, _config=SimpleNamespace(_param_dict={key: 1, **BATCH}))
+    wanted = f'{key}: got it at the top level of the ds_config; wanted it inside "tile_overlap"'
+    for load in (
+        lambda: split_config({key: DEFAULTS[key]}),
+        lambda: split_config(path),
+        lambda: load_config({key: DEFAULTS[key], **BATCH}),
+        lambda: load_config(engine),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(wanted)}; fix: write "):
+            load()
+    # The block alone is what it is, and a model's own config is nothing of ours.
+    assert load_config(path) == load_config({key: DEFAULTS[key]}) == TileOverlapConfig()
+    assert load_config(SimpleNamespace(module=None, config={key: 1})) == TileOverlapConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("num_consumer_cta", "num_consumer_ctas"),
+        ("num-consumer-ctas", "num_consumer_ctas"),
+        ("Mover", "mover"),
+        ("wait_timeout", "wait_timeout_s"),
+    ],
+)
+def test_misspelt_fields_without_the_block_are_refused(key: str, field: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{key}: got it at .*overlap\": {{\"{field}\": \.\.\.}}"
+    ):
+        split_config({key: 3})
+
+
+def test_all_fields_at_the_top_level_are_told_at_once() -> None:
+    lines = refusal({**BATCH, "mover": "none", "layers": "a"}).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["mover", "layers"]
+    assert 'or "tile_overlap": {} beside it if the key is not meant for ds_tilemoe' in lines[1]
+
+
+def test_keys_that_deepspeed_knows_are_not_taken_for_ours() -> None:
+    from deepspeed.inference.config import DeepSpeedInferenceConfig
+    from deepspeed.runtime import constants
+
+    known = {value for value in vars(constants).values() if isinstance(value, str)}
+    known -= {constants.FP16_ENABLED}  # inside blocks of theirs only
+    for name, field in DeepSpeedInferenceConfig.model_fields.items():
+        known |= {name, field.alias or name}
+    assert {"train_batch_size", "zero_allow_untested_optimizer", "max_tokens", "tp"} < known
+    whole = dict.fromkeys(known | DS_CONFIG_KEYS, 1)
+    assert split_config(whole) == (whole, TileOverlapConfig())
+
+
 @pytest.mark.parametrize("block", [None, [], "on", 3, True])
 def test_block_has_to_be_a_block(block: object) -> None:
     assert refusal({"tile_overlap": block}).startswith(f"tile_overlap: got {json.dumps(block)}")
 
 
 def test_foreign_keys_of_a_ds_config_are_left_alone() -> None:
-    whole = {**BATCH, "layers": 3, "zero_optimization": {"overlap_comm": True}, "moe_overlap": {}}
+    whole = {**BATCH, "zero_optimization": {"overlap_comm": True}, "moe_overlap": {}}
     assert load_config(whole) == TileOverlapConfig()
+    assert load_config({**whole, "layers": 3, "tile_overlap": {}}) == TileOverlapConfig()
 
 
 def test_ds_config_keys_are_deepspeeds() -> None:
@@ -444,6 +509,14 @@ def test_split_for_init_inference(tmp_path: Path) -> None:
     assert split_config(path) == (rest, block)
 
 
+@pytest.mark.parametrize(("odd", "kind"), [(5, "int"), (None, "NoneType"), ([], "list")])
+def test_split_of_what_is_no_ds_config(odd: Any, kind: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^ds_config: got a {kind}; wanted a mapping or the path"
+    ):
+        split_config(odd)
+
+
 def test_constructor_and_load_refuse_alike() -> None:
     with pytest.raises(ConfigError, match=r"tile_overlap\.tile_mm.*'tile_m'"):
         TileOverlapConfig(tile_mm=3)
@@ -466,7 +539,35 @@ def test_whatever_is_wrong_is_a_config_error(block: dict[str, object]) -> None:
         load_config(block)
 
 
-@pytest.mark.parametrize("text", ['{"x": ' * 3000 + "1" + "}" * 3000, '{"wait_timeout_s": 1e400}'])
+@pytest.mark.parametrize(
+    ("text", "where", "got"),
+    [
+        ('{"tile_m":NaN}', "tile_m", "NaN"),
+        (
+            '{"tile_overlap": {"adaptive": {"hysteresis": -Infinity}}}',
+            "tile_overlap.adaptive",
+            "-I",
+        ),
+        ('{"tile_overlap": {"tile_m": 1e999}}', "tile_overlap.tile_m", "1e999"),
+        ("{\n  train_batch_size: 1\n  betas: [0.9, -1e400]\n}", "betas[1]", "-1e400"),
+    ],
+)
+def test_numbers_that_are_not_finite(tmp_path: Path, text: str, where: str, got: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    for load in (load_config, split_config):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"ds_config {str(path)!r}: {where}")
+        ) as told:
+            load(path)
+        assert f": got {got}" in str(told.value)
+        assert "wanted a finite number; fix: " in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"x": ' * 3000 + "1" + "}" * 3000, '{"wait_timeout_s": 1e400}', "{x: " + "1" * 5000 + "}"],
+)
 def test_files_that_overwhelm_the_parser(tmp_path: Path, text: str) -> None:
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ConfigError):

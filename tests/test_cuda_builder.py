@@ -173,6 +173,24 @@ def test_key_follows_what_matters_and_no_place(
     assert len(set(seen)) == len(seen)
 
 
+def test_a_damaged_library_is_built_again(
+    recipe: Callable[[], cuda_library.CudaLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def write_output(recipe: object, command: list[str], *_: object) -> None:
+        Path(command[command.index("-o") + 1]).write_text("what a compiler makes")
+
+    monkeypatch.setattr(jit, "_run", write_output)
+    library = jit.build_library(recipe())
+    library.write_text("")
+    assert jit.build_library(recipe()) == library
+    assert library.read_text() == "what a compiler makes"
+    assert caplog.text.count("damaged: got 0 bytes with digest e3b0c44298fc; wanted 21") == 1
+    monkeypatch.setattr(jit, "_run", lambda *_: pytest.fail("it runs a compiler"))
+    jit.build_library(recipe())
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -319,7 +337,8 @@ class TestRealLibrary:
     ) -> None:
         monkeypatch.setattr(jit, "_run", lambda *_: pytest.fail("it runs a compiler"))
         assert CUDATileMoEBuilder().build() == library
-        assert [path.name for path in library.parent.iterdir()] == ["libtilemoe_cuda.so"]
+        built = {path.name for path in library.parent.iterdir()}
+        assert built == {"libtilemoe_cuda.so", "libtilemoe_cuda.so.sha256"}
 
 
 def run(*command: str) -> str:

@@ -6,6 +6,7 @@ of the backend build the real one.
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import logging
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,9 @@ exec {real} "$@"
 
 class Builder(CPUTileMoEBuilder):
     NAME = "tilemoe_test"
+
+
+BUILT = {f"{Builder.NAME}.so", f"{Builder.NAME}.so.sha256"}
 
 
 @pytest.fixture
@@ -106,6 +111,72 @@ def test_loads_and_is_cached(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(log.read_text().splitlines()) == 2
 
 
+def _truncate(library: Path) -> None:
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def _empty(library: Path) -> None:
+    os.truncate(library, 0)
+
+
+def _flip(library: Path) -> None:
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+
+
+def _without_record(library: Path) -> None:
+    library.with_name(f"{library.name}.sha256").unlink()
+
+
+def _empty_record(library: Path) -> None:
+    library.with_name(f"{library.name}.sha256").write_text("")
+
+
+def _bad_record(library: Path) -> None:
+    library.with_name(f"{library.name}.sha256").write_bytes(b"\xff\0")
+
+
+@pytest.mark.parametrize(
+    "harm", [_truncate, _empty, _flip, _without_record, _empty_record, _bad_record]
+)
+def test_a_damaged_library_is_built_again_once(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[Path], None],
+) -> None:
+    def write_output(recipe: object, command: list[str], *_: object) -> None:
+        Path(command[command.index("-o") + 1]).write_text("what a compiler makes")
+
+    monkeypatch.setattr(jit, "_run", write_output)
+    recipe = Builder(root)._extension(jit.find_compiler() or ())
+    library = jit.build_library(recipe)
+    assert jit.damage(library) is None
+    harm(library)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # as ranks that start at once
+        found = list(pool.map(lambda _: jit.build_library(recipe), range(4)))
+    assert found == [library] * 4
+    assert library.read_text() == "what a compiler makes"
+    assert caplog.text.count(f"op {Builder.NAME}: the cached library {str(library)!r}") == 1
+    assert caplog.text.count("; it is built again") == 1
+    monkeypatch.setattr(jit, "_run", lambda *_: pytest.fail("it runs a compiler"))
+    assert jit.build_library(recipe) == library
+
+
+def test_a_library_cut_short_is_not_loaded(root: Path) -> None:
+    """In a process of its own: to load it would end that process by a signal."""
+    recipe = Builder(root)._extension(jit.find_compiler() or ())
+    library = jit.build_library(recipe)
+    _truncate(library)
+    process = start(root)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out.strip()) == (0, "42"), err
+    size = library.stat().st_size
+    assert f"is damaged: got {size // 2} bytes with digest " in err
+    assert f"; wanted {size} bytes with digest " in err
+
+
 def test_four_processes_build_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = stand_in(root.parent, monkeypatch, delay=1)
     processes = [start(root) for _ in range(4)]
@@ -141,7 +212,7 @@ def test_leftovers_of_dead_builds_are_removed(root: Path) -> None:
     (home / f"{key}.failed").write_text("an old failure")
     assert builder.load().answer() == 42
     assert sorted(path.name for path in home.iterdir()) == [key, f"{key}.lock"]
-    assert [path.name for path in (home / key).iterdir()] == [f"{Builder.NAME}.so"]
+    assert {path.name for path in (home / key).iterdir()} == BUILT
 
 
 def test_what_compilers_leave_behind_goes_with_the_build(
@@ -159,7 +230,7 @@ def test_what_compilers_leave_behind_goes_with_the_build(
     assert Builder(root).load().answer() == 42
     home = jit.cache_root() / Builder.NAME
     assert {path.suffix for path in home.iterdir()} == {"", ".lock"}
-    assert [path.name for path in home.glob("*/*")] == [f"{Builder.NAME}.so"]
+    assert {path.name for path in home.glob("*/*")} == BUILT
 
 
 def test_key_follows_all_that_matters(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

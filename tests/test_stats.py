@@ -213,13 +213,16 @@ def test_no_history_unless_asked():
     assert not layer.history
 
 
-def test_export_config(layer, tmp_path):
+def test_export_config(layer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     layer.settings = load_config({"layout": "aligned"}).model_dump() | {"tile_m": 16}
     path = tmp_path / "block.json"
     block = stats.export_config(path)
     assert block["tile_overlap"]["tile_m"] == 16
     assert load_config(path) == load_config(block)
     assert load_config(path).layout == "aligned"
+    stats.export_config("~/new/folder/block.json")
+    assert load_config(tmp_path / "new/folder/block.json") == load_config(path)
 
 
 def test_export_config_has_the_controllers_split(layer):

@@ -14,7 +14,7 @@ from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.config_block import check_cpu_config
 from ds_tilemoe.errors import BuildError, ConfigError
 from ds_tilemoe.op_builder import CPUTileMoEBuilder
-from ds_tilemoe.op_builder.jit import cache_root, find_compiler
+from ds_tilemoe.op_builder.jit import cache_root, damage, find_compiler
 
 logger = logging.getLogger("ds_tilemoe")
 
@@ -91,7 +91,7 @@ def _is_built(builder: CPUTileMoEBuilder) -> bool:
     if compiler is None:
         return False
     extension = builder._extension(compiler)
-    return (cache_root() / extension.name / extension.key() / extension.library).exists()
+    return damage(cache_root() / extension.name / extension.key() / extension.library) is None
 
 
 def make_backend(

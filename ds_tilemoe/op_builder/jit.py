@@ -5,6 +5,10 @@ stale and no time stamp is compared. A build works in a directory of its own and
 into place in one step, so a killed build leaves nothing that looks finished, and a compiler that
 outlives it writes where nobody reads. torch.utils.cpp_extension.load would do neither: it waits for
 ever on the lock file of a build that was killed.
+
+A full disk, a crash or a copy can damage what lies in the cache, and to load a damaged library can
+end the process without a word. So its size and digest lie beside it, moved into place with it, and
+are compared before each load; what does not fit is built again.
 """
 
 from __future__ import annotations
@@ -117,11 +121,13 @@ def build_library(recipe: Recipe, *, verbose: bool = False) -> Path:
     home = cache_root() / recipe.name
     key = recipe.key()
     library = home / key / recipe.library
-    if not library.exists():
+    if damage(library):
         try:
             home.mkdir(parents=True, exist_ok=True)
             with _build_lock(home / f"{key}.lock") as failure:
-                if not library.exists():
+                if found := damage(library):
+                    if os.path.lexists(library):
+                        logger.warning("op %s: %s; it is built again", recipe.name, found)
                     _build_recorded(recipe, library, failure, verbose)
         except OSError as error:
             raise BuildError(
@@ -129,6 +135,39 @@ def build_library(recipe: Recipe, *, verbose: bool = False) -> Path:
                 "wanted a writable directory; fix: set TORCH_EXTENSIONS_DIR to one"
             ) from error
     return library
+
+
+def damage(library: Path) -> str | None:
+    """Why a library of the cache may not be loaded, as one line; None if it is as it was built.
+
+    Reads all of it: some ms.
+    """
+    record = _record_of(library)
+    try:
+        recorded, found = record.read_text(), _fingerprint(library)
+    except (OSError, ValueError) as error:
+        return f"the cached library {str(library)!r} cannot be compared with its record ({error})"
+    if found != recorded:
+        return (
+            f"the cached library {str(library)!r} is damaged: got {_shown(found)}; wanted "
+            f"{_shown(recorded) or 'what is lost'}, as {record.name!r} says"
+        )
+    return None
+
+
+def _shown(fingerprint: str) -> str:
+    return " bytes with digest ".join(word[:12] for word in fingerprint.split()[:2])
+
+
+def _record_of(library: Path) -> Path:
+    return library.with_name(f"{library.name}.sha256")
+
+
+def _fingerprint(library: Path) -> str:
+    """Size in bytes and digest, as they are recorded."""
+    with open(library, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return f"{os.fstat(file.fileno()).st_size} {digest}\n"
 
 
 @contextlib.contextmanager
@@ -209,6 +248,7 @@ def _build(recipe: Recipe, library: Path, verbose: bool) -> None:
                 shutil.rmtree(path)
             elif path.name != library.name:
                 path.unlink()
+        _record_of(work / library.name).write_text(_fingerprint(work / library.name))
         work.chmod(0o755)
         work.rename(library.parent)
     except BaseException:
