@@ -385,9 +385,36 @@ def test_register_expert(users_registered):
         find_recipe(expert, HIDDEN)
 
 
+@pytest.mark.parametrize(
+    ("describe", "why"),
+    [
+        (lambda e: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda e: e.upp, "AttributeError: .*has no attribute 'upp'"),
+        (lambda e: 5, "TypeError: got 5; wanted ExpertParts"),
+        (lambda e: ExpertParts(e.down, e.up.forward), "got front Linear, down method; wanted"),
+        (lambda e: ExpertParts(lambda x: x @ x, e.down), "RuntimeError: "),
+        (lambda e: ExpertParts(e.up, e.down), "does not give what its forward gives"),
+    ],
+)
+def test_what_is_wrong_with_a_description_is_told(users_registered, describe, why):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x):
+            return self.down(torch.cos(self.up(x)))
+
+    users_registered(Named, describe)
+    with pytest.raises(UnknownExpert, match=f"registered for Named.*{why}"):
+        find_recipe(Named(), 64)
+
+
 def test_register_expert_wants_a_module_class():
     with pytest.raises(TypeError, match=r"got 3; wanted a subclass of torch.nn.Module"):
         register_expert(3, lambda expert: None)
+    with pytest.raises(TypeError, match=r"got 5; wanted expert -> ExpertParts"):
+        register_expert(nn.Module, 5)
 
 
 def test_recipes_name_the_matrices():

@@ -66,14 +66,37 @@ def register_expert(cls: type[nn.Module], describe: Callable[[Any], ExpertParts]
     Args:
         cls: the expert's class, exactly.
         describe: expert -> :class:`ExpertParts`; called again for each copy of an expert.
+
+    Raises:
+        TypeError: they are not these.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"register_expert: got {cls!r}; wanted a subclass of torch.nn.Module")
+    if not callable(describe):
+        raise TypeError(f"register_expert: got {describe!r}; wanted expert -> ExpertParts")
     _registered[cls] = describe
 
 
 def is_registered(expert: nn.Module) -> bool:
     return type(expert) in _registered
+
+
+def described(expert: nn.Module) -> ExpertParts:
+    """What has been registered of an expert's class.
+
+    Raises:
+        TypeError: it is not that of an expert.
+        Whatever the describe function raises.
+    """
+    parts = _registered[type(expert)](expert)
+    if not isinstance(parts, ExpertParts):
+        raise TypeError(f"got {parts!r}; wanted ExpertParts(front, down)")
+    if not callable(parts.front) or type(parts.down) is not nn.Linear:
+        raise TypeError(
+            f"got front {type(parts.front).__name__}, down {type(parts.down).__name__}; wanted a"
+            " function [rows, H] -> [rows, F] and a plain nn.Linear"
+        )
+    return parts
 
 
 @dataclass(frozen=True)
@@ -207,7 +230,7 @@ class LocalExpert:
         ]
         self._down: nn.Module
         if recipe.kind == "registered":
-            parts = _registered[type(expert)](expert)
+            parts = described(expert)
             self.front, self._down = parts.front, parts.down
         else:
             self._down = expert.get_submodule(recipe.down)

@@ -24,6 +24,7 @@ from ds_tilemoe.layers.experts import (
     LocalExpert,
     Recipe,
     Written,
+    described,
     hooks_of,
     is_linear,
     is_own,
@@ -105,7 +106,7 @@ def find_recipe(expert: nn.Module, hidden: int, written: Written | None = None) 
             if _agrees(probe, recipe, x, want) and _agrees_far_out(probe, recipe, x, written):
                 is_random = not _same_in_training(probe, x, want, written)
                 return dataclasses.replace(recipe, random_in_training=is_random)
-    raise UnknownExpert(_describe_unknown(expert))
+        raise UnknownExpert(_describe_unknown(probe, x))
 
 
 def check_numbers(
@@ -195,8 +196,6 @@ def _agrees(expert: nn.Module, recipe: Recipe, x: Tensor, want: Tensor) -> bool:
     """Whether the recipe gives ``want``, all rows at once and a few of them alone."""
     try:
         cut = LocalExpert(expert, recipe)
-        if cut.recipe.kind == "registered" and type(cut._down) is not nn.Linear:
-            return False
         whole, few = cut(x), cut(x[5:8])
     except Exception:
         return False  # a proposal that does not even run
@@ -306,9 +305,13 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _describe_unknown(expert: nn.Module) -> str:
+def _describe_unknown(expert: nn.Module, x: Tensor) -> str:
     name = type(expert).__name__
     if is_registered(expert):
+        try:
+            described(expert).front(x)
+        except Exception as error:
+            return f"the description registered for {name}: {type(error).__name__}: {error}"
         return f"the description registered for {name} does not give what its forward gives"
     linears = [path for path, m in expert.named_modules() if is_linear(m)]
     found = ", ".join(linears) if linears else "none"
