@@ -423,3 +423,15 @@ def test_another_root_gives_a_layer_another_name():
     ds_tilemoe.apply(moe, {})
     report = ds_tilemoe.apply(torch.nn.ModuleDict({"outer": moe}), {})
     assert [entry.name for entry in report.layers] == ["outer.deepspeed_moe"]
+
+
+def test_weights_moved_to_the_meta_device_are_no_crash_of_a_look():
+    """A rank that raised there would leave its peers waiting."""
+    moe = make_moe()
+    ds_tilemoe.apply(moe)
+    run(moe, tokens(8, HIDDEN))
+    state = moe.deepspeed_moe._tile
+    moe.deepspeed_moe.experts.deepspeed_experts[0].to("meta")
+    assert state.situation(moe.deepspeed_moe).weights == torch.float32
+    with pytest.raises(RuntimeError, match="meta"):
+        run(moe, tokens(8, HIDDEN))

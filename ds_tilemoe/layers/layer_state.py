@@ -173,8 +173,9 @@ class LayerState:
             watch = None
         weight = first_weight(layer) if watch is None else watch.weight
         dtype = weights = None if weight is None else weight.dtype
-        if weight is not None and torch.is_autocast_enabled(weight.device.type) and dtype in DTYPES:
-            dtype = torch.get_autocast_dtype(weight.device.type)
+        if weight is not None and dtype in DTYPES and not weight.is_meta:  # it knows no such device
+            device = weight.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         is_random = watch is not None and watch.is_random
         return Situation(dtype, weights, is_random, self.version, self._look_at_gate(layer))
 
