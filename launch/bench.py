@@ -25,7 +25,7 @@ from pathlib import Path
 from benches import records
 from benches.records import BenchError
 from demo.options import InputError, Parser, wrong
-from demo.outputs import make_folders, need_writable
+from demo.outputs import OutputError, make_folders, need_writable
 from demo.process import (
     BAD_INPUT,
     FAILED,
@@ -35,6 +35,7 @@ from demo.process import (
     end_with_launcher,
     leave,
     prepare_environment,
+    tell,
 )
 from ds_tilemoe.errors import ConfigError, TileMoEError
 
@@ -68,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(sys.argv[1:] if argv is None else argv)
     ranks, rank = (int(os.environ.get(name, x)) for name, x in (("WORLD_SIZE", 1), ("RANK", 0)))
     try:
-        written = _run(args, ranks, rank)
+        said = _run(args, ranks, rank)
     except (InputError, ConfigError) as error:
         text, code = str(error), BAD_INPUT
-    except (BenchError, TileMoEError, ValueError, OSError) as error:
+    except (BenchError, OutputError, TileMoEError, ValueError, OSError) as error:
         text, code = str(error), FAILED
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not NO_ROOM.search(str(error)):
@@ -79,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         wanted = "a case that fits into this machine's memory"
         text, code = str(wrong(args.bench, error, wanted, "make it smaller")), BAD_INPUT
     else:
-        if rank == 0:
-            print(f"{written} record(s) appended to {args.out}")
+        if rank == 0 and not tell(said):
+            return FAILED
         return 0
     if ranks > 1:
         leave(text, code)
@@ -88,8 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _run(args: argparse.Namespace, ranks: int, rank: int) -> int:
-    """Checks what can be before the ranks meet, then runs; returns the number of records."""
+def _run(args: argparse.Namespace, ranks: int, rank: int) -> str:
+    """Checks what can be before the ranks meet, then runs; returns what to say on stdout."""
     simulated = getattr(args, "simulate", False)
     if (args.bench in ALONE or simulated) and ranks > 1:
         command = f"python launch/bench.py {args.bench}{' --simulate' if simulated else ''}"
@@ -97,10 +98,10 @@ def _run(args: argparse.Namespace, ranks: int, rank: int) -> int:
     args.out = args.out or records.ROOT / "docs" / "results" / f"{args.bench}.jsonl"
     named = {flag: getattr(args, flag, None) for flag in WRITTEN}
     files = {f"--{flag}": (path, WRITTEN[flag]) for flag, path in named.items() if path is not None}
-    need_writable(files)
+    need_writable(files, appended=["--out"])
     args.check(args)
     header = records.header(args.bench, args.commit)
-    written = 0
+    written, said = 0, ""
     if rank == 0:
         make_folders(files)
     for found in args.run(args):
@@ -108,9 +109,9 @@ def _run(args: argparse.Namespace, ranks: int, rank: int) -> int:
             record = header | found
             records.append(args.out, record)
             if args.bench in ALONE:
-                print(json.dumps(record, indent=1))
+                said += json.dumps(record, indent=1) + "\n"
         written += 1
-    return written
+    return f"{said}{written} record(s) appended to {args.out}\n"
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

@@ -30,13 +30,12 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from demo.model_config import ModelConfig, ModelConfigError
+from demo.model_config import ModelConfig, ModelConfigError, ep_size_of, unshared
 from demo.options import InputError, Parser, at_least, wrong
 from demo.outputs import make_folders
 from demo.process import (
@@ -50,6 +49,7 @@ from demo.process import (
     prepare_environment,
     quieten,
     rank,
+    tell,
 )
 from demo.settings import DEMO, DTYPES, Settings, checked, written
 from ds_tilemoe.config import BLOCK
@@ -176,7 +176,7 @@ def build_engine(settings: Settings, dtype: str, trained: bool) -> DeepSpeedEngi
     from demo import checkpoint
     from demo.model import ByteMoE
 
-    ep_size = math.gcd(dist.get_world_size(), settings.sizes.num_experts)
+    ep_size = ep_size_of(dist.get_world_size(), settings.sizes.num_experts)
     try:
         model = ByteMoE(settings.sizes, ep_size).to(getattr(torch, DTYPES[dtype]))
     except (RuntimeError, MemoryError) as error:  # torch's words for memory that it does not get
@@ -218,6 +218,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             f"{weights} weights in {dtype}; {share} bytes for each of {ranks} rank(s), {left_out}"
             " left out"
         )
+        if note := unshared(ranks, sizes.num_experts):
+            print(note)
     if args.trace is not None:
         block = block.model_copy(update={"stats": True})
 
@@ -278,14 +280,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         }
         # A continuation is any bytes, and a terminal may not have their letters.
         sys.__stdout__.reconfigure(errors="replace")
-        print(json.dumps(record) if args.json else results.show(record), file=sys.__stdout__)
+        text = json.dumps(record) if args.json else results.show(record)
+        unwritten = not tell(f"{text}\n", sys.__stdout__)
         if fault:
             complain(f"--compare: {fault}")
         if args.trace is not None:
-            unwritten = results.save_trace(
-                args.trace, [r["trace"] for r in everyone], report.swapped
-            )
-        sys.__stdout__.flush()
+            traces = [r["trace"] for r in everyone]
+            unwritten |= results.save_trace(args.trace, traces, report.swapped)
     # Also: a rank that ends early with a failure would end rank 0 before it has spoken.
     dist.broadcast_object_list(shared := [unwritten], src=0)
     dist.destroy_process_group()

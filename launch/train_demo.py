@@ -14,7 +14,6 @@ wrong.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demo.options import InputError, Parser, above_zero, at_least, wrong
-from demo.outputs import make_folders, need_writable
+from demo.outputs import OutputError, make_folders, need_writable
 from demo.process import (
     FAILED,
     end,
@@ -32,6 +31,7 @@ from demo.process import (
     prepare_environment,
     quieten,
     rank,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def main() -> int:
     from demo import checkpoint
     from demo.corpus import training_text
     from demo.model import ByteMoE
-    from demo.model_config import ModelConfig
+    from demo.model_config import ModelConfig, ep_size_of
 
     quieten()
     join_world()
@@ -97,7 +97,7 @@ def main() -> int:
         except InputError as error:
             leave(str(error))
     config = ModelConfig.load(DEMO / "config.json")
-    model = ByteMoE(config, ep_size=math.gcd(world, config.num_experts))
+    model = ByteMoE(config, ep_size_of(world, config.num_experts))
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -112,11 +112,13 @@ def main() -> int:
     except RuntimeError as error:
         leave(str(error), FAILED)
     train(engine, text, args)
-    lost = judge(engine, text, args.out)
+    try:
+        lost = judge(engine, text, args.out)
+    except OutputError as error:
+        leave(str(error), FAILED)
     if rank() == 0:
-        print(
-            f"{args.steps} steps on {world} rank(s): {time.perf_counter() - started:.0f} s in all"
-        )
+        took = f"{time.perf_counter() - started:.0f} s in all"
+        lost |= not tell(f"{args.steps} steps on {world} rank(s): {took}\n")
     dist.barrier()  # the launcher ends all ranks when one has failed; rank 0 speaks first
     dist.destroy_process_group()
     return int(lost)
@@ -147,7 +149,10 @@ def train(engine: DeepSpeedEngine, text: bytes, args: argparse.Namespace) -> Non
 
 
 def judge(engine: DeepSpeedEngine, text: bytes, out: Path) -> bool:
-    """Compare with the trigram model and write the checkpoint; True, and no file, if it loses."""
+    """Compare with the trigram model and write the checkpoint; True, and no file, if it loses.
+
+    True also if stdout does not take the result.
+    """
     import torch
     from deepspeed import comm as dist
 
@@ -172,13 +177,15 @@ def judge(engine: DeepSpeedEngine, text: bytes, out: Path) -> bool:
     if not lost:
         checkpoint.save(model, out, record)
     if rank() == 0:
-        print(f"training text: {len(text)} bytes of documentation, {record['training_text']}")
-        print(f"held-out text: {len(heldout)} bytes")
-        print(f"byte perplexity of the held-out text: trigram {trigram:.3f}, model {ours:.3f}")
-        if lost:
-            print("the trigram model wins: nothing written")
-        else:
-            print(f"wrote {out}: {out.stat().st_size} bytes, weights in fp16")
+        outcome = "the trigram model wins: nothing written"
+        if not lost:
+            outcome = f"wrote {out}: {out.stat().st_size} bytes, weights in fp16"
+        lost |= not tell(
+            f"training text: {len(text)} bytes of documentation, {record['training_text']}\n"
+            f"held-out text: {len(heldout)} bytes\n"
+            f"byte perplexity of the held-out text: trigram {trigram:.3f}, model {ours:.3f}\n"
+            f"{outcome}\n"
+        )
     dist.barrier()
     return lost
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from full_disk import room
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 import bench
-from benches import planner, records
+from benches import contention, planner, records
+from demo.outputs import OutputError
+from ds_tilemoe.backends.cuda_abi import MAX_WORLD
 from ds_tilemoe.combine_plan import build_plan
 
 LAUNCH = Path(bench.__file__).parent
@@ -131,6 +136,65 @@ def test_faults_of_the_program_are_not_taken_for_small_memory(tmp_path, monkeypa
         bench.main([*SMALL, "--commit", "abc", "--out", str(tmp_path / "x.jsonl")])
 
 
+def test_the_most_ranks_are_those_of_the_gpu_code():
+    assert records.MOST_RANKS == MAX_WORLD
+
+
+def test_a_full_disk_names_the_option_and_leaves_no_file(tmp_path, capsys):
+    out = tmp_path / "planner.jsonl"
+    line = [*SMALL, "--commit", "abc", "--out", str(out)]
+    with room(100):
+        code = bench.main(line)
+    assert code == 1
+    said = capsys.readouterr().err
+    assert (
+        f"error: --out: got '{out}' (File too large); wanted a file that can be written; " in said
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert bench.main([*line[:-1], "/dev/full"]) == 1
+    assert "--out: got '/dev/full' (No space left on device); wanted " in capsys.readouterr().err
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_full_disk_leaves_the_last_export(tmp_path):
+    choice = SimpleNamespace(export=lambda: {"num_consumer_ctas": 8})
+    trial = SimpleNamespace(controllers=[choice])
+    path = tmp_path / "block.json"
+    contention._export(path, trial)
+    before = path.read_text()
+    with room(10), pytest.raises(OutputError, match=r"^--export: got '.*' .File too large.; wan"):
+        contention._export(path, trial)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+PROCESS = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); from demo.process import end, tell\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [str(LAUNCH / "bench.py"), "--help"],
+        ["-c", PROCESS + "end(0 if tell('results') else 1)"],
+        ["-c", PROCESS + "print('results'); end(0)"],
+    ],
+    ids=["help", "told", "left in the buffer"],
+)
+def test_stdout_that_takes_nothing_is_no_traceback(words):
+    line = [sys.executable, *words]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipe = {"stderr": subprocess.PIPE, "text": True, "env": env}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, timeout=60, check=False, **pipe)
+    assert done.returncode == 1
+    assert "error: stdout: got No space left on device; wanted " in done.stderr
+    assert "Traceback" not in done.stderr
+    with subprocess.Popen(line, stdout=subprocess.PIPE, **pipe) as process:
+        process.stdout.close()  # a reader that has gone
+        said = process.stderr.read()
+    assert (process.returncode, said) == (1, "")
+
+
 def test_help_lists_the_benches_without_torch():
     """Importing torch and DeepSpeed takes seconds; a newcomer asks for help first."""
     code = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import bench\n"
@@ -146,13 +210,16 @@ def test_help_lists_the_benches_without_torch():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ranks", "0"], "--ranks: got '0'; wanted an integer from 1 to 2147483647; fix: "),
+        (["--ranks", "0"], "--ranks: got '0'; wanted an integer from 1 to 72; fix: "),
         (["--repeats", "49"], "--repeats: got '49'; wanted an integer from 50 to"),
         (["--tile-m", "x"], "--tile-m: got 'x'; wanted an integer"),
         (["--rows", "161"], "--rows: got 161; wanted a multiple of --topk, 2; fix: --rows 162"),
         (["--tile-m", "4000000000"], "--tile-m: got '4000000000'; wanted an integer from 1 to"),
         (["--ranks", "2", "--routing", "stress_skew"], "one of 2 ranks cannot get 2.6 times"),
-        (["--ranks", "2147483647"], "world * local_experts of at most 2147483647"),
+        (["--ranks", "1000000"], "--ranks: got '1000000'; wanted an integer from 1 to 72; fix: "),
+        (["--rows", "2147483646"], "--rows: got 2147483646; wanted at most 22369088 with these si"),
+        (["--local-experts", "99999"], "--local-experts: got 99999; wanted at most 41943 on 4 ra"),
+        (["--out", "/proc/x.jsonl"], "--out: got '/proc/x.jsonl'; wanted a file that can be writ"),
         (["--out", "/"], "--out: got '/'; wanted a file that can be written"),
         (["--out", "x.png"], "--out: got 'x.png'; wanted a name that ends in .jsonl; fix: --out x"),
         (["--commit", ""], "--commit: got ''; wanted a commit"),

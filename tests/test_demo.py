@@ -18,12 +18,15 @@ LAUNCH = Path(__file__).parent.parent / "launch"
 DEMO = LAUNCH / "demo"
 sys.path.insert(0, str(LAUNCH))
 
+from full_disk import room  # noqa: E402
+
 import train_demo  # noqa: E402
 from demo import checkpoint, options  # noqa: E402
 from demo.corpus import digest, training_text  # noqa: E402
 from demo.generation import perplexity, read_and_write  # noqa: E402
 from demo.model import ByteMoE, KVCache  # noqa: E402
 from demo.model_config import ModelConfig, ModelConfigError  # noqa: E402
+from demo.outputs import OutputError  # noqa: E402
 from demo.trigram import Trigram  # noqa: E402
 
 SIZES = ModelConfig.load(DEMO / "config.json")
@@ -183,6 +186,19 @@ def test_checkpoint_of_another_shape_is_refused(engine, tmp_path):
     save_file({name: torch.zeros(256, 8)}, path)
     with pytest.raises(ValueError, match=r"embedding.weight of \[256, 8\].* \[256, 128\]"):
         checkpoint.load(engine.module, path)
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(engine, tmp_path):
+    path = tmp_path / "model.safetensors"
+    with (
+        room(100_000),
+        pytest.raises(OutputError, match=r"^--out: got '.*model.safetensors' .*; f"),
+    ):
+        checkpoint.save(engine.module, path, {})
+    assert list(tmp_path.iterdir()) == []
+    checkpoint.save(engine.module, path, {"a": "b"})
+    assert checkpoint.metadata(path)["a"] == "b"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_training_that_loses_writes_nothing(tmp_path):

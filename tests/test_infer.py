@@ -88,10 +88,11 @@ def test_what_a_newcomer_is_told(main_job):
     assert f"ds_tilemoe: {LAYERS} swapped" in stderr
     assert "705 bytes for each of 4 rank(s), 1 left out" in stderr
     assert "Traceback" not in stderr
+    assert "note: ep_size" not in stderr
 
 
 def test_other_sizes_stdin_and_overlap_off(tmp_path):
-    sizes = {"hidden": 32, "ffn": 48, "layers": 1, "heads": 2, "num_experts": 6, "topk": 1}
+    sizes = {"hidden": 32, "ffn": 48, "layers": 1, "heads": 2, "num_experts": 4, "topk": 1}
     (tmp_path / "sizes.json").write_text(json.dumps(sizes | {"window": 16, "max_positions": 256}))
     (tmp_path / "ds.json").write_text('{"tile_overlap": {"enabled": false}} # HJSON')
     done = launch(
@@ -108,6 +109,8 @@ def test_other_sizes_stdin_and_overlap_off(tmp_path):
     assert record["weights"] == "random (seed 0)"
     assert record["perplexity"] == pytest.approx(record["perplexity_unswapped"])
     assert "6 bytes for each of 3 rank(s), 2 left out" in done.stderr
+    note = "note: ep_size 1 with 3 ranks and 4 experts: no row is exchanged; fix: for all to, "
+    assert done.stderr.count(note) == 1
 
 
 @pytest.mark.timeout(200)

@@ -69,6 +69,7 @@ def test_wrong_settings(tmp_path, block, words):
         (["--trace", "/dev/null/t.json"], "wanted a folder where '/dev/null' is a file"),
         (["--trace", "/"], "--trace: got '/'; wanted a file that can be written, no folder"),
         (["--trace", ""], "--trace: got '.'; wanted a file that can be written, no folder"),
+        (["--trace", "/proc/t.json"], "--trace: got '/proc/t.json'; wanted a file that can be"),
         (["--trace", "x.exe"], "--trace: got 'x.exe'; wanted a name that ends in .json"),
         (["--text", "x.json", "--trace", "x.json"], "--trace: got 'x.json'; wanted another file"),
         (["--unheard-of"], "--unheard-of: got no option of this name"),
@@ -224,3 +225,18 @@ def test_compare_fails_where_nothing_was_swapped(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "no layer was swapped" in done.stderr
     assert "/bin/false" in done.stderr
+
+
+def test_results_that_nobody_takes():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, str(INFER), "--max-new-tokens", "1", "--json"],
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 1, done.stderr
+    assert "infer.py: error: stdout: got No space left on device; wanted " in done.stderr
+    assert "Traceback" not in done.stderr

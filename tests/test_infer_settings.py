@@ -12,6 +12,7 @@ from ds_tilemoe.errors import ConfigError
 
 sys.path.insert(0, str(ROOT / "launch"))
 
+from demo.model_config import unshared
 from demo.settings import read_settings, take_dtype
 
 
@@ -66,3 +67,19 @@ def test_the_command_line_comes_first(tmp_path):
     assert settings.block.stats
     assert settings.ds_config == {"train_micro_batch_size_per_gpu": 1}
     assert read_settings(None, None, None).dtype is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, None),
+        (3, "ep_size 1 with 3 ranks and 8 experts: no row is exchanged"),
+        (4, None),
+        (6, "ep_size 2 with 6 ranks and 8 experts: rows are exchanged among 2 ranks each"),
+        (8, None),
+        (16, "ep_size 8 with 16 ranks"),
+    ],
+)
+def test_a_job_whose_ranks_do_not_share_all_experts_says_so(ranks, words):
+    said = unshared(ranks, 8)
+    assert (words in said and "\n" not in said) if words else not said

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from full_disk import room
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 from demo import process
 from demo.options import InputError, Parser, above_zero, at_least, sizes, word
-from demo.outputs import make_folders, need_writable
+from demo.outputs import OutputError, append_whole, make_folders, need_writable, whole_file
 
 LAUNCH = Path(process.__file__).parents[1]
 FORM = re.compile(r"^\S+: error: [^:]+: got .+; wanted .+; fix: .+$")
@@ -140,6 +141,9 @@ def test_values(kind, text, value):
         ("locked/x", (), r"a file that can be written \('.*locked' cannot\)"),
         ("locked/new/x", (), r"a file that can be written \('.*locked' cannot\)"),
         ("x" * 300, (), "a file that can be written .File name too long"),
+        ("loop", (), "a file that can be written .Symlink loop"),
+        ("/proc/x", (), "a file that can be written .No such file"),
+        ("/proc/self/status", (), "a file that can be written .No such file"),
     ],
 )
 def test_files_that_cannot_be_written(tmp_path, monkeypatch, path, endings, wanted):
@@ -147,6 +151,7 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch, path, endings, want
     Path("folder").mkdir()
     Path("locked").mkdir()
     Path("file").write_text("")
+    Path("loop").symlink_to("loop")
     real = os.access  # root may write anywhere
     locked = tmp_path / "locked"
     monkeypatch.setattr(os, "access", lambda p, mode: Path(p) != locked and real(p, mode))
@@ -169,6 +174,51 @@ def test_files_that_can_be_written(tmp_path):
     make_folders(files)
     assert new.parent.is_dir()
     assert old.read_text() == "kept"
+
+
+def test_lines_are_appended_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for wanted in ("", "12345\n"):
+        with room(10), pytest.raises(OutputError, match=r"^--out: got '.*' .File too large.; want"):
+            append_whole("--out", path, "a line of many letters\n")
+        assert path.exists() == bool(wanted)  # one that was not there is not there
+        if wanted:
+            assert path.read_text() == wanted
+        else:
+            append_whole("--out", path, "12345\n")
+    append_whole("--out", path, "6\n")
+    assert path.read_text() == "12345\n6\n"
+    append_whole("--out", Path("/dev/null"), "7\n")
+
+
+def test_files_are_whole_or_as_they_were(tmp_path):
+    path, link = tmp_path / "x.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    with whole_file("--trace", link) as beside:
+        assert beside.suffix == ".json"
+        beside.write_text("12345")
+    path.chmod(0o640)
+    with (
+        room(10),
+        pytest.raises(OutputError, match=r"^--trace: got '.*'.*; wanted .*; fix: make room"),
+        whole_file("--trace", link) as beside,
+    ):
+        beside.write_text("a text of many letters")
+    assert path.read_text() == "12345"
+    with pytest.raises(KeyError), whole_file("--trace", path) as beside:  # any other failure, too
+        {}[beside.write_text("half")]
+    assert path.read_text() == "12345"
+    with whole_file("--trace", link) as beside:
+        beside.write_text("6")
+    assert link.is_symlink()
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("6", 0o640)
+    assert sorted(tmp_path.iterdir()) == [link, path]
+    with (
+        pytest.raises(OutputError, match="No space left"),
+        whole_file("--png", Path("/dev/full")) as own,
+    ):
+        own.write_text("x")
+    assert Path("/dev/full").is_char_device()
 
 
 def test_no_file_is_written_twice_or_over_what_is_read(tmp_path):

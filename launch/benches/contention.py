@@ -42,7 +42,9 @@ from benches.contention_records import (
 )
 from benches.contention_simulate import simulate
 from benches.contention_study import Trial
+from benches.records import MOST_RANKS
 from demo.options import at_least, sizes, wrong
+from demo.outputs import whole_file
 from ds_tilemoe.config_block import BLOCK
 from ds_tilemoe.simulator import TILES, Simulator
 
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="repeatable; mixed has all traces; else all"
     )
-    parser.add_argument("--ranks", type=at_least(2), default=4, help="simulated ranks")
+    parser.add_argument("--ranks", type=at_least(2, MOST_RANKS), default=4, help="simulated ranks")
     parser.add_argument(
         "--seeds", type=at_least(1), default=4, help="runs of each case; first splits in turn"
     )
@@ -210,4 +212,5 @@ def _on_gpus(
 def _export(path: Path, trial: Trial) -> None:
     """The choice of the rank that the group waits for: the one with most rows is rank 0 here."""
     block = {BLOCK: trial.controllers[0].export()}
-    path.write_text(json.dumps(block, indent=2) + "\n")
+    with whole_file("--export", path) as beside:
+        beside.write_text(json.dumps(block, indent=2) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from demo.options import wrong
+from demo.outputs import whole_file
 
 COLOURS = {"balanced": "C0", "uniform": "C2", "moderate_skew": "C1", "stress_skew": "C3"}
 
@@ -58,7 +59,8 @@ def draw(path: Path, found: Sequence[dict[str, Any]]) -> None:
         + "latency against split; * the controller, dotted: sequential"
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with whole_file("--png", path) as beside:
+        figure.savefig(beside, dpi=110)
     pyplot.close(figure)
 
 

@@ -30,6 +30,7 @@ from benches.layer_times import kind_of
 from benches.ranks import World
 from benches.records import BenchError
 from demo.options import wrong
+from demo.outputs import whole_file
 from ds_tilemoe.config_block import without_unused
 from ds_tilemoe.stats import Call
 
@@ -222,7 +223,8 @@ def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
     figure.suptitle(title, fontsize=11)
     figure.legend(handles=keys, loc="lower center", ncols=5, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.5 / size[1], 1, 1))
-    figure.savefig(path, dpi=130)
+    with whole_file("--timeline", path) as beside:
+        figure.savefig(beside, dpi=130)
     pyplot.close(figure)
 
 

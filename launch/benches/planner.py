@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from benches.records import FEWEST_ROUNDS, BenchError, cpu_name, microseconds
+from benches.records import FEWEST_ROUNDS, MOST_RANKS, BenchError, cpu_name, microseconds
 from demo.options import at_least, wrong
 from ds_tilemoe.combine_plan import (
     CombinePlan,
@@ -26,12 +27,16 @@ from ds_tilemoe.routings import ROUTINGS, routing_counts
 
 PLAN_ARRAYS = tuple(field.name for field in dataclasses.fields(CombinePlan))[2:]
 
+# Of all ranks' plans and what makes and checks them: measured, and rounded up.
+BYTES_A_CHUNK, BYTES_A_SEGMENT, BYTES_A_COUNT = 32, 128, 400
+MOST_BYTES = 512 * 2**20
+
 NativePlanner = Callable[[PlanParams, np.ndarray], Mapping[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``planner``."""
-    parser.add_argument("--ranks", type=at_least(1), default=4)
+    parser.add_argument("--ranks", type=at_least(1, MOST_RANKS), default=4)
     parser.add_argument("--local-experts", type=at_least(1), default=64, help="experts a rank")
     parser.add_argument(
         "--rows", type=at_least(1), default=1_000_000, help="rows that a rank gets on average"
@@ -68,12 +73,30 @@ def check(args: argparse.Namespace) -> None:
     if left := args.rows % args.topk:
         wanted = f"a multiple of --topk, {args.topk}"
         raise wrong("--rows", args.rows, wanted, f"--rows {args.rows - left + args.topk}")
+    _need_room(args)
     try:
         _params(args)
         _counts(args, 0)
     except (PlanError, ValueError) as error:
         got, wanted = f"a case that cannot be ({error})", "sizes and a routing that go together"
         raise wrong("planner", got, wanted, "change one of them") from None
+
+
+def _need_room(args: argparse.Namespace) -> None:
+    """Before the counts, which may themselves be too large."""
+    room = f"for which the plans fit into {MOST_BYTES // 2**20} MiB"
+    most = MOST_BYTES // 2 // BYTES_A_COUNT // args.ranks**2  # half of it, which leaves the rows
+    if args.local_experts > most:
+        wanted = f"at most {most} on {args.ranks} rank(s), {room}"
+        raise wrong("--local-experts", args.local_experts, wanted, f"--local-experts {most}")
+    left = MOST_BYTES - BYTES_A_COUNT * args.local_experts * args.ranks**2
+    # A row begins a band, whose edge cuts a run, every tile_m; no plan has more pieces than rows.
+    a_row = BYTES_A_CHUNK / args.chunk_rows + 2 * BYTES_A_SEGMENT / args.tile_m
+    most = int(left / a_row) // args.ranks // args.topk * args.topk
+    if args.rows > most:
+        wanted = f"at most {most} with these sizes, {room}"
+        fix = f"--rows {most}" if most else "lower --topk"
+        raise wrong("--rows", args.rows, wanted, fix)
 
 
 def _params(args: argparse.Namespace) -> PlanParams:
@@ -120,7 +143,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     python_us: list[float] = []
     native_us: list[float] = []
     sizes: list[PlanSizes] = []
-    for repeat in range(-1, args.repeats):  # the first one warms up
+    hidden = not sys.stderr.isatty()
+    # The first one warms up.
+    for repeat in tqdm(range(-1, args.repeats), "planner", disable=hidden, dynamic_ncols=True):
         counts = _counts(args, max(repeat, 0))
         timed = [_timed(build_plan, rank, counts) for rank in ranks]
         plans = [plan for plan, _ in timed]

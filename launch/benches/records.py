@@ -23,10 +23,12 @@ import ds_tilemoe
 from demo.options import at_least as at_least
 from demo.options import sizes as sizes
 from demo.options import word, wrong
+from demo.outputs import append_whole
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[2]
 FEWEST_ROUNDS = 50
+MOST_RANKS = 72  # of a group; kMaxWorld of the GPU code
 PACKAGES = ("numpy", "torch", "deepspeed", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13")
 
 
@@ -120,9 +122,12 @@ def header(bench: str, commit: str | None) -> dict[str, Any]:
 
 
 def append(out: Path, record: Mapping[str, Any]) -> None:
-    """One line; the numbers in it are finite."""
-    with out.open("a") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
+    """One line, whole or not at all; the numbers in it are finite.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    append_whole("--out", out, json.dumps(record, allow_nan=False) + "\n")
 
 
 def head_commit() -> str:

@@ -14,11 +14,12 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from demo.model import ByteMoE
 from demo.options import wrong
+from demo.outputs import whole_file
 
 FIX = "train it for these sizes: launch/train_demo.py"
 EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)\d+(?=\.)")
@@ -77,13 +78,20 @@ def save(model: ByteMoE, path: str | Path, record: dict[str, str]) -> None:
         model: on every rank, with its own experts.
         path: the file; written by rank 0.
         record: strings to keep beside the tensors.
+
+    Raises:
+        OutputError: on rank 0, which cannot write it.
     """
     mine = {name: value.detach().half().cpu() for name, value in _global_parameters(model)}
     parts: list[dict[str, torch.Tensor] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     if dist.get_rank() == 0:
         whole = {name: value.contiguous() for part in parts for name, value in part.items()}
-        save_file(dict(sorted(whole.items())), path, metadata=record)
+        with whole_file("--out", Path(path)) as beside:
+            try:
+                save_file(dict(sorted(whole.items())), beside, metadata=record)
+            except SafetensorError as error:  # its word for any failure to write
+                raise OSError(str(error)) from error
 
 
 def _global_parameters(model: ByteMoE) -> list[tuple[str, torch.nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -89,3 +90,20 @@ class ModelConfig:
             return cls(**values)
         except ModelConfigError as error:
             raise ModelConfigError(f"{thing}: {error}") from error
+
+
+def ep_size_of(ranks: int, experts: int) -> int:
+    """Ranks that share the experts of a layer: DeepSpeed wants it to divide both numbers."""
+    return math.gcd(ranks, experts)
+
+
+def unshared(ranks: int, experts: int) -> str:
+    """A line for a job whose ranks do not all exchange rows; "" where they do."""
+    ep_size = ep_size_of(ranks, experts)
+    if ep_size == ranks:
+        return ""
+    what = (
+        f"rows are exchanged among {ep_size} ranks each" if ep_size > 1 else "no row is exchanged"
+    )
+    fix = f"fix: for all to, start as many ranks as divide {experts}"
+    return f"note: ep_size {ep_size} with {ranks} ranks and {experts} experts: {what}; {fix}"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from demo.process import BAD_INPUT, complain, leave, rank
+from demo.process import BAD_INPUT, FAILED, complain, leave, rank, tell
 
 MOST = 2**31 - 1  # of a number that is given; what counts rows or seeds holds as much
 
@@ -81,8 +81,12 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, refusal(repr(value), wanted, fix))
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if rank() == 0:
+        if rank() != 0 or not message:
+            return
+        if file is not sys.stdout:
             super()._print_message(message, file)
+        elif not tell(message):
+            sys.exit(FAILED)
 
 
 def _names(parser: argparse.ArgumentParser) -> Iterator[str]:

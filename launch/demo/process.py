@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from ds_tilemoe.testing_launch import free_port
 
@@ -26,7 +27,29 @@ def rank() -> int:
 
 def complain(message: str) -> None:
     """An error message of this program, on stderr."""
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody can be told; the exit code tells
+        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+
+
+def tell(text: str, file: TextIO | None = None) -> bool:
+    """Write ``text`` and all that stdout holds; False where that failed, which is said, but for a
+    reader that has gone.
+
+    Args:
+        file: stdout, where ``sys.stdout`` is another one; its buffer is then empty.
+    """
+    file = sys.stdout if file is None else file
+    try:
+        file.write(text)
+        file.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        if not isinstance(error, BrokenPipeError):
+            fix = "make room there or send it elsewhere"
+            complain(f"stdout: got {error.strerror}; wanted a place for the results; fix: {fix}")
+        return False
+    return True
 
 
 def leave(message: str, code: int = BAD_INPUT) -> NoReturn:
@@ -35,7 +58,7 @@ def leave(message: str, code: int = BAD_INPUT) -> NoReturn:
         time.sleep(GRACE_S)
         message = f"rank {rank()}: {message}"
     complain(message)
-    sys.stdout.flush()
+    tell("")
     os._exit(code)  # an orderly exit with a live process group now and then aborts in a destructor
 
 
@@ -87,8 +110,10 @@ def end(code: int) -> NoReturn:
     Python while that goes away, which aborts the process after all is done.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if not tell(""):
+        code = code or FAILED
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 import ds_tilemoe
-from demo.options import wrong
+from demo.outputs import OutputError, whole_file
 from demo.process import complain, rank
 from ds_tilemoe.stats import PARTS
 
@@ -137,9 +137,10 @@ def save_trace(path: Path, traces: list[dict[str, Any]], has_calls: bool) -> boo
         print("warning: --trace: no layer was swapped, so the trace has no calls", file=sys.stderr)
     joined = {**traces[0], "traceEvents": [e for trace in traces for e in trace["traceEvents"]]}
     try:
-        path.write_text(json.dumps(joined), encoding="utf-8")
-    except OSError as error:
-        complain(str(wrong("--trace", f"{str(path)!r} ({error})", "a file", "name another")))
+        with whole_file("--trace", path) as beside:
+            beside.write_text(json.dumps(joined), encoding="utf-8")
+    except OutputError as error:
+        complain(str(error))
         return True
     return False
 
