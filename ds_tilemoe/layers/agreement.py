@@ -8,6 +8,7 @@ a shape (the layer runs on our backend), a reason (it keeps DeepSpeed's path) or
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -184,12 +185,14 @@ def _left(ranks: Sequence[int], messages: Sequence[Message]) -> list[str]:
 
 
 def _one_layer(ranks: Sequence[int], offers: Sequence[Offer], common: str | None) -> Decision:
-    outcomes = [offer.outcome for offer in offers]
-    for rank, outcome in zip(ranks, outcomes, strict=True):
-        if isinstance(outcome, str):
-            return outcome if len(set(outcomes)) == 1 else f"rank {rank}: {outcome}"
-    difference = _difference(ranks, outcomes)
-    return common or (f"shapes differ: {difference}" if difference else outcomes[0])
+    shapes = []
+    for rank, offer in zip(ranks, offers, strict=True):
+        if isinstance(offer.outcome, str):
+            is_common = all(other.outcome == offer.outcome for other in offers)
+            return offer.outcome if is_common else f"rank {rank}: {offer.outcome}"
+        shapes.append(offer.outcome)
+    difference = _shape_difference(ranks, shapes)
+    return common or (f"shapes differ: {difference}" if difference else shapes[0])
 
 
 def _protocol_difference(ranks: Sequence[int], messages: Sequence[Message]) -> str | None:
@@ -217,6 +220,16 @@ def _what_auto_stands_for(message: Message) -> dict[str, Any]:
 def _demand_equal(ranks: Sequence[int], values: Sequence[object], what: str, fix: str) -> None:
     if difference := _difference(ranks, values):
         raise TileMoEError(f"{what}: {difference}; fix: {fix}")
+
+
+def _shape_difference(ranks: Sequence[int], shapes: Sequence[LayerShape]) -> str:
+    """Field by field; "" if there is none."""
+    found = []
+    for field in dataclasses.fields(LayerShape):
+        values = [getattr(shape, field.name) for shape in shapes]
+        if difference := _difference(ranks, values):
+            found.append(f"{field.name} is {difference}")
+    return "; ".join(found)
 
 
 def _difference(ranks: Sequence[int], values: Sequence[object]) -> str | None:
