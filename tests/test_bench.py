@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 import bench
 from benches import contention, planner, records
+from demo import options
 from demo.outputs import OutputError
 from ds_tilemoe.backends.cuda_abi import MAX_WORLD
 from ds_tilemoe.combine_plan import build_plan
@@ -287,9 +289,9 @@ def test_table_lines_up():
 
 
 def test_sizes_want_all_their_numbers():
-    parse = records.sizes("M,N")
+    parse = options.sizes("M,N")
     assert parse("1_000,2") == (1000, 2)
     for text in ("1", "1,2,3", "1,0", "a,b"):
-        with pytest.raises(records.argparse.ArgumentTypeError, match="M,N"):
+        with pytest.raises(argparse.ArgumentTypeError, match="M,N"):
             parse(text)
-    assert records.sizes("...")("3") == (3,)
+    assert options.sizes("...")("3") == (3,)

@@ -27,6 +27,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "../common/launch.cuh"
+#include "../common/warp.cuh"
 #include "../consumer/ship.cuh"
 #include "epilogue.cuh"
 #include "instances.h"
@@ -57,10 +58,10 @@ __device__ void multiply_tiles(const ProducerParams& params, typename T::Shared&
       tile = shared.ring[turn.slot];
       arrive_at(shared.ring_empty[turn.slot]);
     }
-    tile.band = __shfl_sync(0xffffffffu, tile.band, 0);
-    tile.expert = __shfl_sync(0xffffffffu, tile.expert, 0);
-    tile.n_tile = __shfl_sync(0xffffffffu, tile.n_tile, 0);
-    tile.rows = __shfl_sync(0xffffffffu, tile.rows, 0);
+    tile.band = __shfl_sync(kAllLanes, tile.band, 0);
+    tile.expert = __shfl_sync(kAllLanes, tile.expert, 0);
+    tile.n_tile = __shfl_sync(kAllLanes, tile.n_tile, 0);
+    tile.rows = __shfl_sync(kAllLanes, tile.rows, 0);
     turn.advance();
     if (tile.band < 0) return;
 

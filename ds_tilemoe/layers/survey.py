@@ -87,7 +87,7 @@ def _why_not(module: nn.Module) -> str:
 
 
 def state_for(name: str, layer: MOELayer, session: Session, parent: MoE | None) -> LayerState:
-    """The layer's state if it is of this session, as new but for what others hear and count; else
+    """The layer's state if it has this Session, as new but for what others hear and count; else
     another one."""
     state = getattr(layer, "_tile", None)
     if state is not None and state.session is session:

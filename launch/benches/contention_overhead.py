@@ -1,9 +1,8 @@
 """What signals and controller cost: calls in a row with them and without, eager and as graphs.
 
-On: the backend chooses the split, each call leaves a record, and the controller learns
-from it; of a graph, whose split its device looks up, behind each replay. Off: none of that, and the
-split at which the controller has arrived. On one rank there is nothing to choose: what is left are
-the records.
+On: the backend chooses the split, each call leaves a record, and the controller learns from it; of
+a graph, whose split its device looks up, behind each replay. Off: none of that, and the split at
+which the controller has arrived. On one rank there is nothing to choose: what is left are records.
 """
 
 from __future__ import annotations

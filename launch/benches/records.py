@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 
 import ds_tilemoe
-from demo.options import at_least as at_least
-from demo.options import sizes as sizes
 from demo.options import word, wrong
 from demo.outputs import append_whole
 
