@@ -132,11 +132,16 @@ def init_cpu_group(timeout_s: float = COLLECTIVE_LIMIT_S) -> None:
 
 
 def init_gpu_group(timeout_s: float = COLLECTIVE_LIMIT_S) -> None:
-    """As init_cpu_group, with NCCL for tensors on this rank's own GPU, which becomes current."""
+    """As init_cpu_group, with NCCL for tensors on this rank's own GPU, which becomes current.
+
+    Ranks share GPUs where there are fewer of them; then gloo, as NCCL refuses that.
+    """
     import torch
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    _init_group("cpu:gloo,cuda:nccl", timeout_s)
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+    shared = int(os.environ["WORLD_SIZE"]) > gpus
+    _init_group("cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl", timeout_s)
 
 
 def _init_group(backend: str, timeout_s: float) -> None:

@@ -6,7 +6,8 @@
 //   compute-sanitizer) | serial (for CUDA_LAUNCH_BLOCKING=1 and CUDA_DEVICE_MAX_CONNECTIONS=1)
 //   operator_check SEED faults [SECONDS]: ends with 1 if a fault shows (for builds with FAULT=)
 //   operator_check SEED processes [CALLS [LIMIT_S]]: each rank a process, also two on one GPU
-//   operator_check SEED 1440 [FRACTION [fp16]]: the check matrix, or a random part of it
+//   operator_check SEED 1440 [FRACTION [bf16|fp16 [RANKS]]]: the check matrix, or a random part of
+//     it; of one rank a GPU, or of so many, which share the GPUs there are
 // A rank that stands still is looked at before its deadline (operator_watch.cuh); with
 // CUDA_MODULE_LOADING=LAZY or another CUDA_DEVICE_MAX_CONNECTIONS one can see which of them
 // matters.
@@ -473,8 +474,9 @@ int main(int argc, char** argv) {
   if (part == "1440") {
     const double fraction = argc > 3 ? std::atof(argv[3]) : 1.0;
     const bool half = argc > 4 && std::string(argv[4]) == "fp16";
-    return (half ? check_matrix<__half>(gpus(), seed, fraction)
-                 : check_matrix<__nv_bfloat16>(gpus(), seed, fraction))
+    const int ranks = argc > 5 ? std::atoi(argv[5]) : gpus();
+    return (half ? check_matrix<__half>(ranks, seed, fraction)
+                 : check_matrix<__nv_bfloat16>(ranks, seed, fraction))
                ? 0
                : 1;
   }

@@ -22,7 +22,7 @@ def started() -> Any:
     process group is to be torch's."""
     from ds_tilemoe import transport
 
-    torch.cuda.set_device(torch.distributed.get_rank())
+    torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
     return transport.start(op())
 
 
