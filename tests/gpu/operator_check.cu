@@ -6,8 +6,9 @@
 //   compute-sanitizer) | serial (for CUDA_LAUNCH_BLOCKING=1 and CUDA_DEVICE_MAX_CONNECTIONS=1)
 //   operator_check SEED faults [SECONDS]: ends with 1 if a fault shows (for builds with FAULT=)
 //   operator_check SEED processes [CALLS [LIMIT_S]]: each rank a process, also two on one GPU
-//   operator_check SEED 1440 [FRACTION [bf16|fp16 [RANKS]]]: the check matrix, or a random part of
-//     it; of one rank a GPU, or of so many, which share the GPUs there are
+//   operator_check SEED 1440 [FRACTION [bf16|fp16 [RANKS [LIMIT_S]]]]: the check matrix, or a
+//   random
+//     part of it; with RANKS each rank is a process, and they share the GPUs there are
 // A rank that stands still is looked at before its deadline (operator_watch.cuh); with
 // CUDA_MODULE_LOADING=LAZY or another CUDA_DEVICE_MAX_CONNECTIONS one can see which of them
 // matters.
@@ -470,16 +471,27 @@ int main(int argc, char** argv) {
     std::printf("%d checks failed\n", failures);
     return failures == 0 ? 0 : 1;
   }
-  std::printf("%d GPUs\n", gpus());
   if (part == "1440") {
     const double fraction = argc > 3 ? std::atof(argv[3]) : 1.0;
     const bool half = argc > 4 && std::string(argv[4]) == "fp16";
-    const int ranks = argc > 5 ? std::atoi(argv[5]) : gpus();
-    return (half ? check_matrix<__half>(ranks, seed, fraction)
-                 : check_matrix<__nv_bfloat16>(ranks, seed, fraction))
+    const auto matrix = [&](int world, const Link* link) {
+      return half ? check_matrix<__half>(world, seed, fraction, link)
+                  : check_matrix<__nv_bfloat16>(world, seed, fraction, link);
+    };
+    if (argc <= 5) return matrix(gpus(), nullptr) ? 0 : 1;
+    const int world = std::atoi(argv[5]), devices = count_gpus_apart();
+    if (world < 1 || world > kMaxWorld || devices < 1) {
+      std::fprintf(stderr, "1440: got %d ranks and %d GPUs; wanted 1 to %d ranks and a GPU\n",
+                   world, devices, kMaxWorld);
+      return 2;
+    }
+    std::printf("%d processes, %d GPUs\n", world, devices);
+    return run_processes(world, devices, argc > 6 ? std::atoi(argv[6]) : 600,
+                         [&](const Link& link) { return matrix(world, &link); })
                ? 0
                : 1;
   }
+  std::printf("%d GPUs\n", gpus());
   if (part == "faults") {
     find_faults(argc > 3 ? std::atof(argv[3]) : 5.0, seed);
     return failures == 0 ? 0 : 1;

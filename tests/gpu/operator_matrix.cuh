@@ -6,22 +6,29 @@
 namespace harness {
 
 // One (routing, bands_per_segment) of a shape: a sequential call, then the chosen splits with the
-// same rows. Adds to *passed and *worst what came of them.
+// same rows. Adds to *passed and *worst what came of them on the ranks of this process.
 template <class E>
 void check_splits(Group& group, const std::vector<double>& shares, const std::vector<int>& splits,
                   uint64_t tag, uint64_t seed, const std::vector<uint16_t*>& wanted, double limit,
-                  int* passed, double* worst) {
+                  const Link* link, int* passed, double* worst) {
   constexpr int kTokens = 64;
   const Shape& shape = group.shape();
   const int calls = static_cast<int>(splits.size()) + 1;
   std::vector<std::vector<Comparison>> results(shape.world, std::vector<Comparison>(calls));
   std::vector<uint8_t> failed(shape.world, 0);
-  Meeting meeting(shape.world);  // memory is taken and given back while no kernel waits
+  Meeting meeting(shape.world);
+  const auto meet = [&] {  // memory is taken and given back while no kernel waits
+    if (link != nullptr) {
+      link->meet();
+    } else {
+      meeting.wait();
+    }
+  };
   group.each([&](Rank& rank) {
     std::mt19937_64 random(seed * 131 + rank.rank);
     Routing routing = make_routing(shape, shape.max_tokens, shares, 0.0, random);
     Comparison* const seen = upload(results[rank.rank]);
-    meeting.wait();
+    meet();
     for (int i = 0; i < calls; ++i) {
       const bool overlapped = i > 0;
       const int ctas = overlapped ? splits[i - 1] : 16;
@@ -43,7 +50,7 @@ void check_splits(Group& group, const std::vector<double>& shares, const std::ve
       CHECK_CUDA(cudaGetLastError());
     }
     CHECK_CUDA(cudaStreamSynchronize(rank.main));
-    meeting.wait();
+    meet();
     CHECK_CUDA(cudaMemcpy(results[rank.rank].data(), seen, calls * sizeof(Comparison),
                           cudaMemcpyDeviceToHost));
     Verdict verdict;
@@ -58,6 +65,7 @@ void check_splits(Group& group, const std::vector<double>& shares, const std::ve
     free_routing(routing);
   });
   const bool base = std::count(failed.begin(), failed.end(), 0) == shape.world;
+  const std::string who = link != nullptr ? "rank " + std::to_string(link->rank) + ": " : "";
   for (int i = 0; i < calls; ++i) {
     unsigned long long different = 0;
     float error = 0.0f;
@@ -70,17 +78,19 @@ void check_splits(Group& group, const std::vector<double>& shares, const std::ve
     *worst = std::max(*worst, static_cast<double>(error));
     const bool good = different == 0 && error <= limit;
     if (!good) {
-      std::printf("  %s %d: %llu elements differ from sequential, error %.2e (at most %.0e)\n",
-                  i == 0 ? "sequential" : "split", i == 0 ? 16 : splits[i - 1], different, error,
-                  limit);
+      std::printf("  %s%s %d: %llu elements differ from sequential, error %.2e (at most %.0e)\n",
+                  who.c_str(), i == 0 ? "sequential" : "split", i == 0 ? 16 : splits[i - 1],
+                  different, error, limit);
     }
     if (i > 0) *passed += good && base;
   }
 }
 
-// `fraction` of the 1,440 checks, chosen by `seed`. True if all of them pass.
+// `fraction` of the 1,440 checks, chosen by `seed`. True if all of them pass. `link`: this process
+// has one rank; all ranks choose the same checks, and rank 0 says what came of its own.
 template <class E>
-bool check_matrix(int world, uint64_t seed, double fraction) {
+bool check_matrix(int world, uint64_t seed, double fraction, const Link* link = nullptr) {
+  const bool says = link == nullptr || link->rank == 0;
   const bool half = std::is_same_v<E, __half>;
   const double limit = half ? 2e-3 : 8e-3;
   const int splits[] = {2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24};
@@ -114,11 +124,11 @@ bool check_matrix(int world, uint64_t seed, double fraction) {
             ++tag;
             if (chosen.empty()) continue;
             if (group == nullptr) {
-              group = std::make_unique<Group>(shape);
+              group = std::make_unique<Group>(shape, link);
+              wanted.resize(world);
               for (Rank& rank : group->ranks()) {
                 fill_weights_of<E>(rank, shape);
-                wanted.emplace_back();
-                CHECK_CUDA(cudaMalloc(&wanted.back(), int64_t{shape.max_tokens} * n * 2));
+                CHECK_CUDA(cudaMalloc(&wanted[rank.rank], int64_t{shape.max_tokens} * n * 2));
               }
             }
             for (Rank& rank : group->ranks()) {  // bounds hold for every bands_per_segment
@@ -126,16 +136,19 @@ bool check_matrix(int world, uint64_t seed, double fraction) {
             }
             const std::vector<double> shares =
                 routing.second > 0.0 ? skew(shape, 0, routing.second) : std::vector<double>{};
-            check_splits<E>(*group, shares, chosen, tag, seed + tag, wanted, limit, &good, &error);
+            check_splits<E>(*group, shares, chosen, tag, seed + tag, wanted, limit, link, &good,
+                            &error);
             of_shape += static_cast<int>(chosen.size());
           }
         }
         for (uint16_t* y : wanted) cudaFree(y);
         if (of_shape == 0) continue;
-        std::printf(
-            "shape %d of 20: M %d N %d K %d, %d local experts, top-%d: %d of %d checks "
-            "passed, largest error %.2e\n",
-            shape_number, m, n, k, local_experts, topk, good, of_shape, error);
+        if (says) {
+          std::printf(
+              "shape %d of 20: M %d N %d K %d, %d local experts, top-%d: %d of %d checks "
+              "passed, largest error %.2e\n",
+              shape_number, m, n, k, local_experts, topk, good, of_shape, error);
+        }
         std::fflush(stdout);
         checks += of_shape;
         passed += good;
@@ -143,8 +156,11 @@ bool check_matrix(int world, uint64_t seed, double fraction) {
       }
     }
   }
-  std::printf("%d of %d checks passed, %d ranks, %s, largest error %.2e of at most %.0e\n", passed,
-              checks, world, half ? "fp16" : "bf16", worst, limit);
+  if (says) {
+    std::printf("%d of %d checks passed, %d ranks%s, %s, largest error %.2e of at most %.0e\n",
+                passed, checks, world, link != nullptr ? " (those of rank 0)" : "",
+                half ? "fp16" : "bf16", worst, limit);
+  }
   return passed == checks && checks > 0;
 }
 
