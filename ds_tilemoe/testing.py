@@ -139,7 +139,9 @@ def init_gpu_group(timeout_s: float = COLLECTIVE_LIMIT_S) -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+    device = int(os.environ["LOCAL_RANK"]) % gpus
+    os.environ["LOCAL_RANK"] = str(device)  # which DeepSpeed takes for it
+    torch.cuda.set_device(device)
     shared = int(os.environ["WORLD_SIZE"]) > gpus
     _init_group("cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl", timeout_s)
 
