@@ -131,6 +131,10 @@ def records_of_calls(ctx: RankContext) -> None:
         assert layer.backend.last_stats is not None
         assert layer.backend.last_stats is None, "a record is handed out once"
         assert [record.epoch for record in layer.backend.poll_records()] == [4]
+        with pytest.MonkeyPatch.context() as patch, capture(patch), NoWaits(library):
+            layer(rows(20))
+            assert layer.backend.last_stats is None, "a captured call has not run"
+        assert library.log[-1] == "SEQUENTIAL"
 
 
 @case

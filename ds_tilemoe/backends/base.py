@@ -129,7 +129,7 @@ class Backend(Protocol):
     @property
     def last_stats(self) -> IterationStats | None:
         """Of the last forward. On CUDA it waits for its end, and is None but for the mover
-        "sequential"; other calls leave records that nobody waits for."""
+        "sequential", not captured; other calls leave records that nobody waits for."""
         ...
 
     @property

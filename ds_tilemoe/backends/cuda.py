@@ -227,6 +227,8 @@ class CudaBackend:
         """See ``Backend.last_stats``."""
         if self.mover != "sequential" or self._heap is None or self._caller.stream is None:
             return None
+        if torch.cuda.is_current_stream_capturing():  # nothing has run
+            return None
         self._caller.stream.synchronize()
         self._heap.bring_record()
         records = self._heap.ring.poll()

@@ -70,6 +70,22 @@ def early_weights_change_no_bit(ctx: RankContext, kind: str) -> None:
     ds_tilemoe.check(moe)
 
 
+@case
+def measured_and_captured(ctx: RankContext) -> None:
+    """Calls that wait for their combine, of which a captured one cannot hand out a record."""
+    moe, x = swap(make("mlp", 1024, 384, 32, 8)), rows(64, 1024)
+    want = run(moe, x)[0]
+    with ds_tilemoe.measure_combine_alone(moe):
+        assert torch.equal(run(moe, x)[0], want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(moe, x)[0]
+        graph.replay()
+        assert torch.equal(y, want)
+        assert torch.equal(run(moe, x)[0], want)
+    ds_tilemoe.check(moe)
+
+
 test_ranks = rank_tests(
     __file__, world=1, timeout_s=120, case_timeout_s=60, env={"DS_ACCELERATOR": "cuda"}
 )

@@ -32,7 +32,7 @@ from ds_tilemoe.symmetric_heap import gather
 from ds_tilemoe.testing import RankContext, case
 
 __all__ = ["built"]
-CALLS, EARLY = (1000, 200) if IS_SHARED else (5000, 1000)
+CALLS, EARLY = (1500, 1000) if IS_SHARED else (5000, 1000)
 POOL, MOST = 64, 512  # inputs a layer, and tokens of the longest
 LAYERS: tuple[tuple[str, torch.dtype, dict[str, Any]], ...] = (
     ("mlp", torch.bfloat16, {"k": 2}),
