@@ -47,7 +47,8 @@ class Failed(NamedTuple):
     """What a rank says at the next place where all meet, instead of its share."""
 
     outcome: int
-    seen: int = 0
+    peer: int
+    seen: int
 
 
 class FakeLibrary(FakeRouter, FakeGemms):
@@ -57,7 +58,7 @@ class FakeLibrary(FakeRouter, FakeGemms):
         group: of the ranks that the kernels talk to; None for one rank.
         log: the launches.
         failed: what made the group fail.
-        unheard: the call of State::unheard.
+        unheard, unheard_peer: words of State.
         raises: the name of the next launch that raises.
         iteration: what calls leave behind, but for segments and epoch.
         engines: copy engines that have been made and not freed.
@@ -70,7 +71,7 @@ class FakeLibrary(FakeRouter, FakeGemms):
         self.epoch = 0
         self.fail_combine = False
         self.failed: Any = None
-        self.unheard = 0
+        self.unheard, self.unheard_peer = 0, -1
         self.raises = ""
         self.params: PlanParams | None = None
         self.plan: Any = None
@@ -105,7 +106,7 @@ class FakeLibrary(FakeRouter, FakeGemms):
         return 0
 
     def tilemoe_block_offsets(self, shape: Any, offsets: Any) -> None:
-        self.failed, self.epoch, self.unheard = None, 0, 0  # a new heap
+        self.failed, self.epoch, self.unheard, self.unheard_peer = None, 0, 0, -1  # a new heap
         self.left = None
         rows = shape.max_slots * cuda_abi.TILE_M
         assert shape.dispatch_bytes % rows == 0
@@ -133,7 +134,7 @@ class FakeLibrary(FakeRouter, FakeGemms):
         own = memory(p.own_counts, np.int32, experts).copy()
         mine: Any = (p.status, p.layer, p.tokens, own)
         if self.unheard:
-            mine = Failed(cuda_abi.Outcome.OUT_OF_STEP, self.unheard)
+            mine = Failed(cuda_abi.Outcome.OUT_OF_STEP, self.unheard_peer, self.unheard)
         said = self._meet(mine) or []
         for source, (status, *_) in enumerate(said):
             row = view.offsets.counts + (self.epoch % 2 * view.world + source) * COUNT_ROW
@@ -162,7 +163,7 @@ class FakeLibrary(FakeRouter, FakeGemms):
             return self._tell(p.view, *self.failed)
         outcome, *what = self._find_fault(p.view, said, p.max_tokens)
         if outcome and p.status != 1 and (p.status or p.tokens <= p.max_tokens):
-            self.unheard = self.epoch
+            self.unheard, self.unheard_peer = self.epoch, what[0]
             self._tell(p.view, outcome, *what)
         return outcome
 
@@ -183,7 +184,7 @@ class FakeLibrary(FakeRouter, FakeGemms):
 
     def tilemoe_fail_group(self, view: Any, record: Any, stream: int) -> int:
         self.log.append("fail")
-        self._meet(Failed(record.outcome, record.seen))
+        self._meet(Failed(record.outcome, record.peer, record.seen))
         return 0
 
     def _meet(self, value: Any) -> list[Any] | None:
@@ -193,7 +194,7 @@ class FakeLibrary(FakeRouter, FakeGemms):
         said = gather(value, self.group)
         for rank, theirs in enumerate(said):
             if isinstance(theirs, Failed):
-                self.failed = (theirs.outcome, rank, theirs.seen, 0)
+                self.failed = (theirs.outcome, theirs.peer, theirs.seen, 0, 0, rank)
                 return None
         return said
 
@@ -201,10 +202,16 @@ class FakeLibrary(FakeRouter, FakeGemms):
         return int(memory(view.blocks, np.int64, view.world)[view.rank])
 
     def _tell(
-        self, view: Any, outcome: int, peer: int, seen: int, wanted: int, wait: int = 0
+        self,
+        view: Any,
+        outcome: int,
+        peer: int,
+        seen: int,
+        wanted: int,
+        wait: int = 0,
+        rank: int | None = None,
     ) -> int:
-        host = outcome in (cuda_abi.Outcome.HOST_FAILURE, cuda_abi.Outcome.OUT_OF_STEP)
-        record = cuda_abi.ErrorRecord(outcome, wait, peer if host else view.rank, peer)
+        record = cuda_abi.ErrorRecord(outcome, wait, view.rank if rank is None else rank, peer)
         record.seen, record.wanted, record.epoch = seen, wanted, self.epoch
         record.layer = self.exchange.layer
         size = ctypes.sizeof(record)

@@ -30,8 +30,8 @@ enum class Outcome : int32_t {
   deadline = 4,        // `rank` waited in vain; the group's heap is failed
   plan_overflow = 5,   // rank's plan arrays are too short for C; the group's heap is failed
   host_failure = 6,    // `rank`'s host failed between two launches of a call; the heap is failed
-  out_of_step = 7,     // `rank` went on behind call `seen` before it had heard that this failed
-                       // (State::unheard); the heap is failed
+  out_of_step = 7,     // `rank` went on behind call `seen` before it had heard that this failed,
+                       // by `peer` (State::unheard); the heap is failed
 };
 
 // What a passed deadline waited for; dispatch: rows of a slot in front of GEMM 1, `band` its
@@ -166,6 +166,7 @@ struct State {
   // stream's. Not a page-locked word: what the host writes there says nothing about what it had
   // queued by then, replays of a graph above all.
   uint64_t unheard;
+  int32_t unheard_peer;  // by which it failed, where there is one; likewise
 };
 static_assert(sizeof(State) <= kLineBytes);
 

@@ -99,7 +99,8 @@ __device__ bool await_counts(const ExchangeParams& p, uint64_t epoch, Said& said
 // had not heard of, which fails the group. `unheard`: State::unheard.
 __device__ bool fail_if_out_of_step(const RankView& view, uint64_t unheard, uint64_t epoch) {
   if (unheard == 0) return false;
-  fail_group(view, {Outcome::out_of_step, Wait::none, view.rank, view.rank, -1, unheard, 0, epoch});
+  const int32_t peer = state_of(view).unheard_peer;
+  fail_group(view, {Outcome::out_of_step, Wait::none, view.rank, peer, -1, unheard, 0, epoch});
   return true;
 }
 
@@ -178,7 +179,10 @@ __device__ void exchange(const ExchangeParams& p, uint64_t epoch, uint64_t unhea
     outcome = error.outcome;
     state.outcome = outcome;
     if (outcome != Outcome::ok && !(good && is_at_fault(p))) {
-      if (good) state.unheard = epoch;
+      if (good) {
+        state.unheard = epoch;
+        state.unheard_peer = error.peer;
+      }
       tell_host(view, error);
     }
   }

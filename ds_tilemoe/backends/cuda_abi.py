@@ -223,6 +223,7 @@ class State(Structure):
         ("exchanges", c_uint64),
         ("recorded", c_uint64),
         ("unheard", c_uint64),
+        ("unheard_peer", c_int32),
     ]
 
 

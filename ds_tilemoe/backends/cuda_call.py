@@ -199,7 +199,8 @@ class Caller:
         failures.hear()
         if failures.unread is not None and not failures.cause:
             failures.condemn()
-            self._fail_group(heap, abi.Outcome.OUT_OF_STEP, failures.unread)
+            late = failures.unread
+            self._fail_group(heap, abi.Outcome.OUT_OF_STEP, late.peer, late.epoch)
         failures.raise_heard(where)
 
     def settle(self, heap: CudaHeap) -> None:
@@ -214,11 +215,9 @@ class Caller:
         if not heap.failures.cause:
             heap.failures.tell(heap.group_failure())
 
-    def _fail_group(self, heap: CudaHeap, outcome: abi.Outcome, seen: int = 0) -> None:
+    def _fail_group(self, heap: CudaHeap, outcome: abi.Outcome, peer: int, seen: int = 0) -> None:
         """Waits of all ranks end."""
-        record = abi.ErrorRecord(
-            outcome=outcome, rank=self._rank, peer=self._rank, band=-1, seen=seen
-        )
+        record = abi.ErrorRecord(outcome=outcome, rank=self._rank, peer=peer, band=-1, seen=seen)
         self._library.tilemoe_fail_group(heap.view, record, self._urgent.cuda_stream)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
@@ -257,7 +256,7 @@ class Caller:
             f"rank {self._rank} of the group failed in layer {name}:"
             f" {type(error).__name__}: {error}"
         )
-        self._fail_group(heap, abi.Outcome.HOST_FAILURE)
+        self._fail_group(heap, abi.Outcome.HOST_FAILURE, self._rank)
 
     def _await_counts(self, heap: CudaHeap, layer: CudaLayer) -> nccl_dispatch.Counts:
         """The counts on the host; raises what the exchange has found."""

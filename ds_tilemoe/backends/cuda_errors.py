@@ -35,7 +35,7 @@ class Failures:
 
     Attributes:
         cause: what made the heap unusable; "" while it is usable.
-        unread: number of the call whose failure leaves the heap usable and has not been raised.
+        unread: what failed a call, leaves the heap usable and has not been raised.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Failures:
         self._name_of, self.say_heard = name_of, say_heard
         self._heard: TileMoEError | None = None
         self._is_condemned = False
-        self.unread: int | None = None
+        self.unread: abi.ErrorRecord | None = None
         self.cause = ""
 
     def take(self) -> abi.ErrorRecord | None:
@@ -76,11 +76,17 @@ class Failures:
             return
         if record.outcome in _USABLE:
             if self._heard is None:
-                self._heard, self.unread = self._refusal(record), record.epoch
-        elif record.outcome == abi.Outcome.OUT_OF_STEP and record.seen == self.unread:
+                self._heard, self.unread = self._refusal(record), record
+        elif self._is_unread(record):
             self.condemn()  # whoever was late, the failure that is unread here is the first cause
         else:
             self.cause = self.cause or describe(record)
+
+    def _is_unread(self, record: abi.ErrorRecord) -> bool:
+        """Whether somebody heard too late of the call whose failure is unread here."""
+        if record.outcome != abi.Outcome.OUT_OF_STEP or self.unread is None:
+            return False
+        return bool(record.seen == self.unread.epoch)
 
     def condemn(self) -> None:
         """The unread failure is one that the heap does not survive: its call is not the last."""
@@ -146,8 +152,8 @@ def describe(record: abi.ErrorRecord) -> str:
         return f"rank {record.rank} of the group raised an exception at about {call}"
     if record.outcome == abi.Outcome.OUT_OF_STEP:
         return (
-            f"rank {record.rank} of the group heard too late that call {record.seen} had failed, at"
-            f" about {call}, so ranks may be out of step"
+            f"rank {record.rank} of the group heard too late that call {record.seen} had failed"
+            f" because of rank {record.peer}, at about {call}, so ranks may be out of step"
         )
     if record.outcome != abi.Outcome.DEADLINE:
         return f"rank {record.rank} ended {call} with outcome {record.outcome}"

@@ -143,7 +143,7 @@ inline void failure_cases(uint64_t seed) {
       const ErrorRecord& e = failure.record;
       std::printf("  rank %d has: %s\n", r, text(e).c_str());
       good = good && failure.code != 0 && e.outcome == Outcome::out_of_step && e.rank == 0 &&
-             e.seen == 1 && e.epoch == 2;
+             e.peer == 1 && e.seen == 1 && e.epoch == 2;
     }
     report(good, std::string(replayed ? "replays" : "calls") + " queued behind one that failed, " +
                      std::to_string(seconds[0]) + " s of a timeout of 20");

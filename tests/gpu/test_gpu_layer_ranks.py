@@ -282,18 +282,23 @@ def one_rank_fails_and_the_others_had_run_ahead(ctx: RankContext, look: str) -> 
             assert results[-1].cpu().isnan().all()
         error = raised(ds_tilemoe.check, moe)
         seconds = time.monotonic() - began
-        assert isinstance(error, RankFailure), repr(error)
-        assert "rank 1 of the group failed in its routing" in str(error), str(error)
-        assert "the group has failed" in str(error), str(error)
+        # A rank whose device had not come to that call yet hears of a peer that had.
+        cause = "rank 1 of the group failed in its routing"
+        if isinstance(error, DeadlineError):
+            cause = "heard too late that call 2 had failed because of rank 1"
+        else:
+            assert isinstance(error, RankFailure), repr(error)
+        assert cause in str(error), str(error)
+        assert "group has failed" in str(error), str(error)
         assert seconds < 8, f"it took {seconds:.0f} s"
 
     together(fail)
 
     def hear() -> None:
-        wanted = "heard too late" if ctx.rank == 1 else "failed in its routing"
         for error in (raised(ds_tilemoe.check, moe), raised(run, moe, x)):
             assert isinstance(error, DeadlineError), repr(error)
-            assert wanted in str(error), str(error)
+            late = "had failed because of rank 1" in str(error)
+            assert late or (ctx.rank != 1 and "rank 1 of the group failed in" in str(error))
 
     together(hear)
     swap(moe)
