@@ -19,8 +19,9 @@ from ds_tilemoe.config import TileOverlapConfig, load_config
 from ds_tilemoe.errors import ConfigError, DeadlineError, TileMoEError, UnsupportedLayerError
 from ds_tilemoe.layers.agreement import DISABLED, EXCLUDED, Decision, Offer
 from ds_tilemoe.layers.device_op import device_to_be, prepare_backend
-from ds_tilemoe.layers.layer_state import LayerState, dtype_name, first_weight
+from ds_tilemoe.layers.layer_state import LayerState, first_weight
 from ds_tilemoe.layers.native import TileMOELayer, attach, release
+from ds_tilemoe.layers.recognise import dtype_name
 from ds_tilemoe.layers.runtime import Runtime, Session, say
 from ds_tilemoe.layers.survey import (
     demand_divisible,

@@ -31,7 +31,6 @@ Decision = LayerShape | str  # a shape: our backend; text: why the layer keeps D
 EXCLUDED = "its name does not match tile_overlap.layers"
 DISABLED = "tile_overlap.enabled is false"
 
-
 DEVICE = "the device of the layers"  # "cpu" or "cuda": its name among what must be equal
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_tilemoe.backends.base import Backend
+from ds_tilemoe.backends.cuda_limits import check_config
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.config_block import check_cpu_config
 from ds_tilemoe.errors import BuildError, ConfigError
@@ -57,13 +58,11 @@ def prepare_backend(
             f'tile_overlap.backend: got "{config.backend}" for layers whose parameters are on'
             f' {device}; wanted "{device}" or "auto"; fix: change it, or move the model'
         )
-    from ds_tilemoe.op_builder import CUDATileMoEBuilder
-
     if device == "cpu":
         check_cpu_config(config)
         CPUTileMoEBuilder().load()
         return
-    from ds_tilemoe.backends.cuda_limits import check_config
+    from ds_tilemoe.op_builder import CUDATileMoEBuilder
 
     check_config(config, torch.cuda.get_device_properties(0).multi_processor_count)
     if not alone and importlib.util.find_spec("nvshmem") is None:

@@ -10,10 +10,8 @@ Shape letters: H hidden, F ffn, N output width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -132,87 +130,6 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ in MEGATRON_LINEARS
 
 
-# Of a module's class: the functions that a call of the module goes through.
-calling = attrgetter("forward", "__call__", "_call_impl")
-
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_ABSENT = object()
-
-
-def is_own(name: str) -> bool:
-    """Whether an attribute of a module is something that its forward may read, and not torch's
-    bookkeeping or that of a tool that marks its names (``__flops__``)."""
-    return name not in OF_EVERY_MODULE and not (name.startswith("__") and name.endswith("__"))
-
-
-def class_attributes(kind: type[nn.Module]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Tables and keys of a user's class: methods and attributes that its forward may use."""
-    for table in _class_tables(kind):
-        for name in table:
-            if name != "forward" and is_own(name) and not name.startswith("_abc_"):
-                yield table, name
-
-
-def _class_tables(kind: type[nn.Module]) -> Iterator[Mapping[str, Any]]:
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing"):
-            yield vars(base)
-
-
-def is_cached(kind: type[nn.Module], name: str) -> bool:
-    """Whether reading an attribute is what first puts it into the module."""
-    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return isinstance(found, functools.cached_property)
-
-
-class Written:
-    """What experts' forwards were seen to write: counts, statistics, caches; (class, name) of each.
-
-    It is state, and no other value of it makes an expert another one. It holds for all modules of a
-    class, so that ranks do not differ by which of their experts ran.
-
-    An attribute that a forward writes and also computes its output with cannot be told from state:
-    no change of it is seen from outside. An examination compares numbers as they are by then.
-    """
-
-    def __init__(self) -> None:
-        self._names: set[tuple[type, str]] = set()
-
-    def __contains__(self, attribute: tuple[type, str]) -> bool:
-        return attribute in self._names
-
-    @contextmanager
-    def by(self, expert: nn.Module) -> Iterator[None]:
-        """Adds what is replaced, made or deleted in the expert's modules and classes meanwhile.
-
-        The first value of a cached property is not: it is made once, and may then be watched.
-        """
-        modules = list(expert.modules())
-        tables: list[tuple[type[nn.Module], Mapping[str, Any]]] = [
-            (type(module), table)
-            for module in modules
-            for table in (vars(module), module._parameters, module._buffers)
-        ]
-        for kind in dict.fromkeys(map(type, modules)):
-            tables += [(kind, table) for table in _class_tables(kind)]
-        before = [dict(table) for _, table in tables]  # which also keeps ids from coming again
-        try:
-            yield
-        finally:
-            for (kind, table), old in zip(tables, before, strict=True):
-                for name in old.keys() | table.keys():
-                    is_same = old.get(name, _ABSENT) is table.get(name, _ABSENT)
-                    is_first = name not in old and is_cached(kind, name)
-                    if not (is_same or is_first) and is_own(name):
-                        self._names.add((kind, name))
-
-
-def hooks_of(module: nn.Module) -> str:
-    """Names of the functions that are hooked onto the module's forward; "" if none is."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
-
-
 class LocalExpert:
     """One expert as a backend sees it (``backends.base.Expert``), cut by a recipe.
 
@@ -228,15 +145,16 @@ class LocalExpert:
         self.dropouts = [
             m for m in expert.modules() if isinstance(m, nn.modules.dropout._DropoutNd)
         ]
+        self._ups = [expert.get_submodule(path) for path in recipe.ups]
+        activation = _activation(expert, recipe.activation) if self._ups else None
+        self._epilogue = _epilogue(activation)
         self._down: nn.Module
         if recipe.kind == "registered":
             parts = described(expert)
             self.front, self._down = parts.front, parts.down
         else:
             self._down = expert.get_submodule(recipe.down)
-            self.front = _make_front(expert, recipe)
-        self._ups = [expert.get_submodule(path) for path in recipe.ups]
-        self._epilogue = _epilogue(_activation(expert, recipe.activation)) if self._ups else None
+            self.front = _make_front(expert, recipe, self._ups, activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [rows, N], as the recipe has it."""
@@ -264,16 +182,16 @@ class LocalExpert:
         return getattr(self._down, "bias", None) if self.recipe.down_bias else None
 
     @property
+    def linears(self) -> list[nn.Module]:
+        """The modules whose matrices it names."""
+        return [*self._ups, self._down]
+
+    @property
     def is_random(self) -> bool:
         """Whether the expert's own forward would now drop at random."""
         return any(d.training and d.p > 0 for d in self.dropouts) or (
             self.recipe.random_in_training and self.expert.training
         )
-
-    @property
-    def linears(self) -> list[nn.Module]:
-        """The modules whose matrices it names."""
-        return [*self._ups, self._down]
 
     @property
     def may_be_random(self) -> bool:
@@ -309,21 +227,15 @@ class AutocastExpert:
         return None if bias is None else bias.to(self.dtype)
 
 
-def _make_front(expert: nn.Module, recipe: Recipe) -> Activation:
+def _make_front(
+    expert: nn.Module, recipe: Recipe, ups: Sequence[nn.Module], act: Activation | None
+) -> Activation:
     if recipe.kind == "linear":
         return lambda x: x
     if recipe.kind == "chain":
         names = list(expert._modules)
         head = [expert.get_submodule(name) for name in names[: names.index(recipe.down)]]
-
-        def run_head(x: Tensor) -> Tensor:
-            for child in head:
-                x = child(x)
-            return x
-
-        return run_head
-    ups = [expert.get_submodule(path) for path in recipe.ups]
-    act = _activation(expert, recipe.activation)
+        return lambda x: functools.reduce(lambda y, child: child(y), head, x)
 
     def up(i: int, x: Tensor) -> Tensor:
         return F.linear(x, ups[i].weight, getattr(ups[i], "bias", None))
@@ -352,7 +264,7 @@ def _activation(expert: nn.Module, name: str) -> Activation:
 _FORWARDS = {kind: kind.forward for kind in (nn.GELU, nn.SiLU, nn.ReLU)}  # torch's own
 
 
-def _epilogue(activation: Activation) -> str | None:
+def _epilogue(activation: Activation | None) -> str | None:
     """Its name among those that a GEMM's epilogue can do, or None."""
     kind: Any = type(activation)
     if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:

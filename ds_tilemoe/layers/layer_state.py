@@ -1,5 +1,8 @@
 """What a swapped layer knows of itself: its experts cut, what was agreed, why it may not run here.
 
+Each forward asks for its situation, for which the experts are looked at; when the ranks meet, they
+ask for its offer, for which experts that are others are examined.
+
 Shape letters: E experts of the group, H hidden.
 """
 
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,25 +21,19 @@ from ds_tilemoe.backends.base import Experts, LayerShape
 from ds_tilemoe.backends.cuda_limits import choose_dispatch, layer_obstacle
 from ds_tilemoe.errors import ConfigError
 from ds_tilemoe.layers.agreement import Decision, Offer
-from ds_tilemoe.layers.experts import (
-    LocalExpert,
-    Recipe,
-    Written,
-    calling,
-    class_attributes,
-    hooks_of,
-    is_cached,
-    is_own,
-)
+from ds_tilemoe.layers.appearance import appearance, unread_properties
+from ds_tilemoe.layers.attributes import Written
+from ds_tilemoe.layers.experts import LocalExpert, Recipe
 from ds_tilemoe.layers.recognise import (
     DTYPES,
     UnknownExpert,
     check_numbers,
     check_static,
+    dtype_name,
     find_recipe,
 )
 from ds_tilemoe.layers.runtime import Runtime, Session
-from ds_tilemoe.layers.surroundings import check_host, hooks_around
+from ds_tilemoe.layers.surroundings import check_host
 from ds_tilemoe.layers.watch import ExpertWatch
 from ds_tilemoe.stats import LayerStats
 
@@ -113,9 +110,9 @@ class LayerState:
         self.kept: tuple[Situation, str] | None = None
         self._offers: dict[tuple[torch.dtype | None, torch.dtype | None, GateForm | None], Offer]
         self._offers = {}  # by dtype of the output and of the weights, and gate
-        self._seen: object = None  # what experts that were refused looked like
-        self._was_tried = False  # they, and were refused for what their forward gave
         self._written = Written()
+        self._was_tried = False  # the last examination got as far as the experts' forwards
+        self._refused: object = None  # what experts that were refused looked like
         self._unread: set[tuple[type, str]] = set()  # cached properties that had no value then
         self._gate: GateForm | None = None  # at the last look
         self._device: str | None = None  # where the shapes were agreed on, "cpu" or "cuda"
@@ -126,11 +123,12 @@ class LayerState:
         return twin
 
     def runtime(self, layer: MOELayer) -> Runtime | None:
-        """The layer's runtime, or None while its group does not exist."""
+        """The layer's runtime, or None while its group does not exist. To that of another device
+        than before the layer is new."""
         weight = self.weight(layer)
         device = "cpu" if weight is None else backend_of(weight)
         if device != self._device:
-            if self._device is not None:  # another backend, to which the layer is new
+            if self._device is not None:
                 self.shapes, self.kept, self._offers = {}, None, {}
             self._device = device
         if layer.ep_size == 1:
@@ -150,8 +148,8 @@ class LayerState:
                 reason = str(error)
                 if not isinstance(error, UnknownExpert | ConfigError):
                     reason = f"it could not be examined: {type(error).__name__}: {error}"
-                self.watch, self._unread = None, _find_unread(layer)
-                self._seen = self._look(layer)
+                self.watch, self._unread = None, unread_properties(layer)
+                self._refused = self._appearance(layer)
                 self._offers = {key: Offer(self.name, reason, isinstance(error, ConfigError))}
         return self._offers[key]
 
@@ -160,30 +158,27 @@ class LayerState:
 
         Local, and raises as little as :meth:`offer`.
         """
-        watch = self.watch
-        if watch is None:
-            is_current = self._seen == self._look(layer)
+        if self.watch is None:
+            is_current = self._refused == self._appearance(layer)
         else:
-            is_current = layer._modules.get("experts") is watch.holder and watch.look()
+            is_current = layer._modules.get("experts") is self.watch.holder and self.watch.look()
         if not is_current:
             self.version += 1
             self.recipe, self.watch, self._offers = None, None, {}
             self.shapes = dict(itertools.islice(self.shapes.items(), 1))
-            self._seen = self._look(layer)
-            watch = None
-        weight = first_weight(layer) if watch is None else watch.weight
+            self._refused = self._appearance(layer)
+        weight = self.weight(layer)
         dtype = weights = None if weight is None else weight.dtype
         if weight is not None and dtype in DTYPES and not weight.is_meta:  # it knows no such device
             device = weight.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-        is_random = watch is not None and watch.is_random
+        is_random = self.watch is not None and self.watch.is_random
         return Situation(dtype, weights, is_random, self.version, self._look_at_gate(layer))
 
-    def _look(self, layer: MOELayer) -> object:
-        """At experts that were refused."""
-        if not self._was_tried:
-            return _look(layer, None)
-        return _look(layer, lambda place: place in self._written or place in self._unread)
+    def _appearance(self, layer: MOELayer) -> object:
+        """Of experts that are not watched. Attributes are no reason that is found without trying
+        them out, such as a hook; and the hook may write some."""
+        return appearance(layer, self._written | self._unread if self._was_tried else None)
 
     def _look_at_gate(self, layer: MOELayer) -> GateForm | None:
         """Of a gate that cannot be read it keeps the form that it had: the router will raise what
@@ -234,33 +229,15 @@ class LayerState:
         """
         self._was_tried = False
         check_host(layer, self.expert_tp)
-        modules = list(layer.experts.deepspeed_experts)
-        for module in modules:
-            check_static(module)
-        if len({p.dtype for m in modules for p in m.parameters()}) > 1:
-            raise UnknownExpert("its experts differ in dtype")
-        self._was_tried = True
-        hidden = layer.gate.wg.in_features
-        if self.recipe is None:
-            # Of each make the first: numbers of the moment would not tell one from another.
-            makes = {_make_of(expert): expert for expert in reversed(modules)}
-            recipes = {find_recipe(expert, hidden, self._written) for expert in makes.values()}
-            if len(recipes) > 1:
-                raise UnknownExpert(
-                    f"its experts are built differently: {', '.join(sorted(map(str, recipes)))}"
-                )
-            (self.recipe,) = recipes
-        for module in modules:
-            check_numbers(module, self.recipe, hidden, self._written)
-        experts = [LocalExpert(module, self.recipe) for module in modules]
+        experts = self._cut(layer)
         watch = ExpertWatch(layer.experts, experts, self._written)
         widths = {tuple(cut.down_weight.shape) for cut in experts}
         if len(widths) > 1:
             raise UnknownExpert(f"its experts differ in shape: {sorted(widths)}")
-        out, ffn = widths.pop()
+        (out, ffn), hidden = widths.pop(), layer.gate.wg.in_features
         if out != hidden:
             raise UnknownExpert(f"its experts give rows of {out}, not of hidden size {hidden}")
-        total, topk = len(modules) * layer.ep_size, layer.gate.k
+        total, topk = len(experts) * layer.ep_size, layer.gate.k
         if not 1 <= topk <= total:
             raise UnknownExpert(f"its gate chooses {topk} of {total} experts")
         shape = LayerShape(
@@ -281,67 +258,27 @@ class LayerState:
         self.watch = watch
         return shape
 
-
-def _look(layer: MOELayer, is_state: Callable[[tuple[type, str]], bool] | None) -> object:
-    """What an offer may refuse and a user may take back: hooks, patches, classes, sizes, dtypes.
-
-    Takes its time, as on DeepSpeed's own path there is some.
-
-    Args:
-        is_state: (class, name) of an attribute -> whether it is none that a forward reads only;
-            None: all are, as the reason was seen without trying the experts out, such as a hook
-            (which may write some).
-    """
-    experts = getattr(layer, "experts", None)
-    if not isinstance(experts, nn.Module):
-        return None
-    modules = [
-        (
-            id(module),
-            (kind := type(module)),
-            calling(kind),
-            hooks_of(module),
-            "forward" in vars(module),
-            [] if is_state is None else list(_values_of(module, is_state)),
-        )
-        for module in experts.modules()
-    ]
-    return hooks_around(experts), modules, [_measures(p) for p in layer.parameters()]
-
-
-def _values_of(
-    module: nn.Module, is_state: Callable[[tuple[type, str]], bool]
-) -> Iterator[tuple[str, object]]:
-    """Of all that its forward may read beside parameters, but for state."""
-    kind = type(module)
-    for name, value in [*vars(module).items(), *module._buffers.items()]:
-        if is_own(name) and not is_state((kind, name)):
-            yield name, _value(value)
-    for table, name in class_attributes(kind):
-        if not is_state((kind, name)):
-            yield name, _value(table.get(name))
-
-
-def _find_unread(layer: MOELayer) -> set[tuple[type, str]]:
-    """Cached properties that no module of the class has yet: reading one is no change."""
-    experts = getattr(layer, "experts", None)
-    modules = list(experts.modules()) if isinstance(experts, nn.Module) else []
-    kinds = dict.fromkeys(map(type, modules))
-    cached = {(k, n) for k in kinds for _, n in class_attributes(k) if is_cached(k, n)}
-    return cached - {(type(module), name) for module in modules for name in vars(module)}
-
-
-def _value(attribute: object) -> object:
-    """Something that tells it from others by ``==``, which not every class answers in a word."""
-    is_plain = isinstance(attribute, str | int | float | None)
-    return attribute if is_plain else (type(attribute), id(attribute))
-
-
-def _measures(parameter: torch.Tensor) -> object:
-    try:
-        return parameter.shape, parameter.dtype, parameter.device
-    except Exception:  # a lazy one has none yet
-        return None
+    def _cut(self, layer: MOELayer) -> list[LocalExpert]:
+        """The layer's experts by their recipe, or UnknownExpert."""
+        modules = list(layer.experts.deepspeed_experts)
+        for module in modules:
+            check_static(module)
+        if len({p.dtype for m in modules for p in m.parameters()}) > 1:
+            raise UnknownExpert("its experts differ in dtype")
+        self._was_tried = True
+        hidden = layer.gate.wg.in_features
+        if self.recipe is None:
+            # Of each make the first: numbers of the moment would not tell one from another.
+            makes = {_make_of(expert): expert for expert in reversed(modules)}
+            recipes = {find_recipe(expert, hidden, self._written) for expert in makes.values()}
+            if len(recipes) > 1:
+                raise UnknownExpert(
+                    f"its experts are built differently: {', '.join(sorted(map(str, recipes)))}"
+                )
+            (self.recipe,) = recipes
+        for module in modules:
+            check_numbers(module, self.recipe, hidden, self._written)
+        return [LocalExpert(module, self.recipe) for module in modules]
 
 
 def first_weight(layer: MOELayer) -> torch.Tensor | None:
@@ -362,7 +299,3 @@ def _make_of(expert: nn.Module) -> object:
         tuple((path, type(module)) for path, module in expert.named_modules()),
         tuple(name for name, _ in tensors),
     )
-
-
-def dtype_name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

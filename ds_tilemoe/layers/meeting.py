@@ -11,7 +11,8 @@ from torch import Tensor
 from ds_tilemoe.backends.cuda_limits import router_fault
 from ds_tilemoe.errors import TileMoEError
 from ds_tilemoe.layers.agreement import Offer, collective
-from ds_tilemoe.layers.layer_state import LayerState, Situation, dtype_name
+from ds_tilemoe.layers.layer_state import LayerState, Situation
+from ds_tilemoe.layers.recognise import dtype_name
 from ds_tilemoe.layers.runtime import Runtime
 from ds_tilemoe.router_rules import uncovered
 from ds_tilemoe.symmetric_heap import gather

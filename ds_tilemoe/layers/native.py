@@ -26,9 +26,9 @@ from ds_tilemoe.backends.base import Expert, LayerChange, LayerShape
 from ds_tilemoe.errors import RankFailure, TileMoEError
 from ds_tilemoe.layers.agreement import collective
 from ds_tilemoe.layers.experts import AutocastExpert
-from ds_tilemoe.layers.layer_state import LayerState, Situation, dtype_name
+from ds_tilemoe.layers.layer_state import LayerState, Situation
 from ds_tilemoe.layers.meeting import decide, has_to_meet, refuse_capture
-from ds_tilemoe.layers.recognise import DTYPES
+from ds_tilemoe.layers.recognise import DTYPES, dtype_name
 from ds_tilemoe.layers.runtime import Runtime
 from ds_tilemoe.routing import Routing
 
@@ -124,45 +124,22 @@ class TileMOELayer(MOELayer):
         assert state is not None and backend is not None
         start = time.perf_counter_ns()
         running: list[str] = []
-        cause: Exception | None = None
-        shape = state.shapes.get(situation)
-        is_known = shape is not None
-        # Any of the shapes carries the news that this rank's situation is a new one.
-        shape = shape or next(iter(state.shapes.values()))
-        weight = state.weight(self)
-        rows: Tensor | None = None
-        experts: Sequence[Expert] = ()
         routing: Routing | Exception
-        timed = self.wall_clock_breakdown
+        cause: Exception | None = None
+        known = state.shapes.get(situation)
+        # Any of the shapes carries the news that this rank's situation is a new one.
+        shape = known or next(iter(state.shapes.values()))
         try:
             try:
-                if timed:
-                    self._start(MOE_TIMER, running)
-                if not is_known:
+                if known is None:
                     raise LayerChange(f"{CHANGED}: layer {state.name} is now {situation}")
-                x, used_token = input[0], input[1]
-                autocast = torch.is_autocast_enabled(x.device.type)
-                _check_input(state.name, shape, situation, x, weight, autocast)
-                # Each operation of torch costs the host: none that would change nothing.
-                tokens = x if x.dim() == 2 else x.reshape(-1, shape.hidden)
-                routing = runtime.route(self._modules["gate"], tokens, used_token)
-                if timed:
-                    self._start(FIRST_ALLTOALL_TIMER, running)
-                rows = tokens if tokens.dtype == shape.dtype else tokens.to(shape.dtype)
-                rows = rows.contiguous()
-                experts = state.experts
-                # Fused: weights have the dtype already, and the kernel's activations any.
-                is_cast = shape.device == "cuda" and shape.dispatch == "fused"
-                if autocast and not is_cast:
-                    experts = [AutocastExpert(cut, shape.dtype) for cut in experts]
-                if timed:
-                    self._stop(FIRST_ALLTOALL_TIMER, "time_falltoall", running)
-                    self._start(SECOND_ALLTOALL_TIMER, running)
+                routing, rows, experts = self._inputs(runtime, situation, shape, input, running)
             except Exception as error:  # every rank has to hear of it, in the count exchange
                 routing = cause = error
-            if rows is None:
+                weight = state.weight(self)
                 device = "cpu" if weight is None else weight.device
                 rows = torch.empty(0, shape.hidden, dtype=shape.dtype, device=device)
+                experts = ()
             backend.mover = MEASURING if state.session.measuring else runtime.config.mover
             try:
                 y = backend.forward(shape, experts, rows, routing)
@@ -183,13 +160,46 @@ class TileMOELayer(MOELayer):
                     reason=backend.last_reason,
                 )
             runtime.collect_sometimes(shape.name, state.stats)
-            if timed:
+            if self.wall_clock_breakdown:
                 self._stop(SECOND_ALLTOALL_TIMER, "time_salltoall", running)
                 self._stop(MOE_TIMER, "time_moe", running)
+            x = input[0]
             return y if x.dim() == 2 else y.reshape(x.shape)
         finally:
             for name in running:
                 self.timers(name).reset()  # left running, it would fail the next call
+
+    def _inputs(
+        self,
+        runtime: Runtime,
+        situation: Situation,
+        shape: LayerShape,
+        input: tuple[Any, ...],
+        running: list[str],
+    ) -> tuple[Routing, Tensor, Sequence[Expert]]:
+        """What this rank brings to the call: where its rows go, the rows [T, H], its experts."""
+        state, timed = self._tile, self.wall_clock_breakdown
+        if timed:
+            self._start(MOE_TIMER, running)
+        x, used_token = input[0], input[1]
+        autocast = torch.is_autocast_enabled(x.device.type)
+        _check_input(state.name, shape, situation, x, autocast)
+        # Each operation of torch costs the host: none that would change nothing.
+        tokens = x if x.dim() == 2 else x.reshape(-1, shape.hidden)
+        routing = runtime.route(self._modules["gate"], tokens, used_token)
+        if timed:
+            self._start(FIRST_ALLTOALL_TIMER, running)
+        rows = tokens if tokens.dtype == shape.dtype else tokens.to(shape.dtype)
+        rows = rows.contiguous()
+        experts: Sequence[Expert] = state.experts
+        # Fused: weights have the dtype already, and the kernel's activations any.
+        is_cast = shape.device == "cuda" and shape.dispatch == "fused"
+        if autocast and not is_cast:
+            experts = [AutocastExpert(cut, shape.dtype) for cut in experts]
+        if timed:
+            self._stop(FIRST_ALLTOALL_TIMER, "time_falltoall", running)
+            self._start(SECOND_ALLTOALL_TIMER, running)
+        return routing, rows, experts
 
     def _start(self, timer: str, running: list[str]) -> None:
         self.timers(timer).start()
@@ -253,12 +263,7 @@ def _deepspeeds_path(
 
 
 def _check_input(
-    name: str,
-    shape: LayerShape,
-    situation: Situation,
-    x: Tensor,
-    weight: Tensor | None,
-    under_autocast: bool,
+    name: str, shape: LayerShape, situation: Situation, x: Tensor, under_autocast: bool
 ) -> None:
     """What DeepSpeed's own path finds out in its gate and GEMMs, also for a rank without tokens."""
     if x.shape[-1] != shape.hidden:
@@ -266,8 +271,8 @@ def _check_input(
             f"layer {name}: got input of width {x.shape[-1]}; wanted its hidden size {shape.hidden}"
         )
     if x.dtype not in DTYPES or (x.dtype != situation.dtype and not under_autocast):
-        weights = None if weight is None else weight.dtype
         raise TileMoEError(
             f"layer {name}: got {dtype_name(x.dtype)} input, its experts have"
-            f" {dtype_name(weights)} weights; fix: cast one of them, or run under torch.autocast"
+            f" {dtype_name(situation.weights)} weights; fix: cast one of them, or run under"
+            " torch.autocast"
         )

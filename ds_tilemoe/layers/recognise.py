@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_tilemoe.layers.attributes import Written, hooks_of, is_bookkeeping
 from ds_tilemoe.layers.experts import (
     ACTIVATIONS,
     LocalExpert,
     Recipe,
-    Written,
     described,
-    hooks_of,
     is_linear,
-    is_own,
     is_registered,
 )
 
@@ -37,6 +35,10 @@ FEW = 6  # of them
 FAR_OUT = (32.0, 2048.0)  # times these rows
 # Of the largest output: the same operations in the same order, other GEMM shapes.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class UnknownExpert(Exception):
@@ -67,15 +69,13 @@ def check_static(expert: nn.Module) -> None:
             raise UnknownExpert(f"expert parameter {name} is on the meta device")
         dtypes.add(parameter.dtype)
     if len(dtypes) > 1:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        names = ", ".join(sorted(map(dtype_name, dtypes)))
         raise UnknownExpert(f"expert parameters have mixed dtypes ({names})")
     if not dtypes:
         raise UnknownExpert(f"an expert ({type(expert).__name__}) has no parameters")
     if (dtype := dtypes.pop()) not in DTYPES:
-        wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise UnknownExpert(
-            f"expert dtype {str(dtype).removeprefix('torch.')} is not one of {wanted}"
-        )
+        wanted = ", ".join(map(dtype_name, DTYPES))
+        raise UnknownExpert(f"expert dtype {dtype_name(dtype)} is not one of {wanted}")
 
 
 def find_recipe(expert: nn.Module, hidden: int, written: Written | None = None) -> Recipe:
@@ -91,17 +91,12 @@ def find_recipe(expert: nn.Module, hidden: int, written: Written | None = None) 
     """
     device = next(expert.parameters()).device
     written = Written() if written is None else written
-    with _undisturbed(device):
-        try:
+    with _undisturbed(expert):
+        with _trying_out(expert):
             probe = copy.deepcopy(expert).float().eval()
             _randomise(probe)
             x = _rows(hidden, device, torch.float32)
             want = _own_output(probe, x, written)
-        except Exception as error:
-            raise UnknownExpert(
-                f"an expert ({type(expert).__name__}) could not be tried out:"
-                f" {type(error).__name__}: {error}"
-            ) from error
         for recipe in _proposals(probe, hidden, want.shape[-1]):
             if _agrees(probe, recipe, x, want) and _agrees_far_out(probe, recipe, x, written):
                 is_random = not _same_in_training(probe, x, want, written)
@@ -125,23 +120,13 @@ def check_numbers(
     """
     parameter = next(expert.parameters())
     written = Written() if written is None else written
-    modes = {module: module.training for module in expert.modules()}
-    with _undisturbed(parameter.device):
+    with _undisturbed(expert), _trying_out(expert):
         expert.eval()
-        try:
-            x = _rows(hidden, parameter.device, parameter.dtype)
-            want = _own_output(expert, x, written)
-            _own_output(expert, x[:FEW], written)  # writes what depends on their number
-            with written.by(expert):
-                same = not want.isfinite().all() or _agrees(expert, recipe, x, want)
-        except Exception as error:
-            raise UnknownExpert(
-                f"an expert ({type(expert).__name__}) could not be tried out:"
-                f" {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        x = _rows(hidden, parameter.device, parameter.dtype)
+        want = _own_output(expert, x, written)
+        _own_output(expert, x[:FEW], written)  # writes what depends on their number
+        with written.by(expert):
+            same = not want.isfinite().all() or _agrees(expert, recipe, x, want)
     if not same:
         raise UnknownExpert(
             f"an expert ({type(expert).__name__}) does not compute what its structure says"
@@ -257,7 +242,7 @@ def _randomise(module: nn.Module) -> None:
         parameter.normal_(generator=generator).mul_(scale)
         known[id(parameter)] = parameter, parameter
     for part in module.modules():
-        own = {name: value for name, value in vars(part).items() if is_own(name)}
+        own = {name: value for name, value in vars(part).items() if not is_bookkeeping(name)}
         vars(part).update(_with_other_numbers(own, known))
         part._buffers.update(_with_other_numbers(dict(part._buffers), known))
 
@@ -294,15 +279,31 @@ def _other_numbers(tensor: Tensor, seed: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """No grad, no autocast, and random states put back at the end."""
-    devices = [device] if device.type == "cuda" else []
+def _undisturbed(expert: nn.Module) -> Iterator[None]:
+    """No grad, no autocast; training flags and random states are put back at the end."""
+    device = next(expert.parameters()).device
+    modes = {module: module.training for module in expert.modules()}
     with (
-        torch.random.fork_rng(devices=devices),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+@contextlib.contextmanager
+def _trying_out(expert: nn.Module) -> Iterator[None]:
+    try:
         yield
+    except Exception as error:
+        raise UnknownExpert(
+            f"an expert ({type(expert).__name__}) could not be tried out:"
+            f" {type(error).__name__}: {error}"
+        ) from error
 
 
 def _describe_unknown(expert: nn.Module, x: Tensor) -> str:

@@ -54,10 +54,6 @@ class Runtime:
         self.config = config
         self.device = device
         self.backend: Backend | None = None
-        self.met = False  # a pre-flight of a forward has taken place
-        self.is_prepared = False  # the backend is made, with what it runs with
-        self.max_tokens: int | None = None
-        self._shapes: dict[LayerShape, None] = {}  # agreed on; a set that keeps the order
         self._sinks: dict[str, LayerStats] = {}
         self._calls = 0
         self.reset()
@@ -66,11 +62,11 @@ class Runtime:
     def reset(self) -> None:
         """Back to before the first forward: the next one measures tokens and repairs the heap."""
         setting = self.config.max_tokens_per_rank
-        self.max_tokens = None if setting == "auto" else setting
-        self.is_open = False
-        self.met = False
-        self.is_prepared = False
-        self._shapes = {}
+        self.max_tokens: int | None = None if setting == "auto" else setting
+        self.met = False  # a pre-flight of a forward has taken place
+        self.is_prepared = False  # the backend is made, with what it runs with
+        self.is_open = False  # the backend has its heap
+        self._shapes: dict[LayerShape, None] = {}  # agreed on; a set that keeps the order
         self._obstacle: Exception | None = None
 
     def meeting(self, together: bool) -> dist.ProcessGroup | None:
@@ -215,7 +211,8 @@ class Runtime:
     def _prepare(
         self, offers: Sequence[Offer], in_forward: bool
     ) -> tuple[Sequence[Offer], str | None]:
-        """Make the backend before the exchange, so that a rank that cannot says so in it."""
+        """Make the backend before the exchange, so that a rank that cannot says so in it: by its
+        offers, or by a fault."""
         if all(isinstance(offer.outcome, str) for offer in offers):
             return offers, None
         try:
@@ -226,22 +223,21 @@ class Runtime:
             if self.backend is None:
                 self.backend = make_backend(self.group, self.config, self.device)
             self.is_prepared = True
-        except Exception as error:
-            if isinstance(error, ConfigError):
-                # The block's fault, which all ranks raise as such.
-                return [
-                    offer
-                    if isinstance(offer.outcome, str)
-                    else Offer(offer.layer, str(error), unmet=True)
-                    for offer in offers
-                ], None
-            if not isinstance(error, BuildError):
-                what = f"the {self.device.upper()} backend cannot be made"
-                return offers, f"{what}: {type(error).__name__}: {error}"
+        except ConfigError as error:  # the block's fault, which all ranks raise as such
+            return [
+                offer
+                if isinstance(offer.outcome, str)
+                else Offer(offer.layer, str(error), unmet=True)
+                for offer in offers
+            ], None
+        except BuildError as error:
             if self.config.backend != "auto":
                 return offers, str(error)
             reason = f"the {self.device.upper()} backend could not be built: {error}"
             return [Offer(offer.layer, reason) for offer in offers], None
+        except Exception as error:
+            what = f"the {self.device.upper()} backend cannot be made"
+            return offers, f"{what}: {type(error).__name__}: {error}"
         return offers, None
 
     @property

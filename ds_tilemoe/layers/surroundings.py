@@ -9,17 +9,16 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from ds_tilemoe.backends.cuda_limits import device_obstacle
-from ds_tilemoe.layers.experts import hooks_of
+from ds_tilemoe.layers.attributes import HOOKS_OF_ALL, hooks_of
 from ds_tilemoe.layers.recognise import UnknownExpert
 
 
 def hooks_around(experts: nn.Module) -> str:
     """Names of hooks that run where DeepSpeed calls its Experts module; "" if there is none."""
-    world = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-    names = [getattr(hook, "__qualname__", "global") for part in world for hook in part.values()]
+    of_all = [hook for hooks in HOOKS_OF_ALL for hook in hooks.values()]
+    names = [getattr(hook, "__qualname__", "global") for hook in of_all]
     return ", ".join(filter(None, [*names, hooks_of(experts)]))
 
 

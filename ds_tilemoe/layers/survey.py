@@ -49,8 +49,7 @@ def native_layers(model: nn.Module) -> Iterator[tuple[str, MOELayer, MoE | None]
 
 
 def demand_divisible(name: str, layer: MOELayer) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if layer.ep_size > 1 and dist.is_initialized() and world % layer.ep_size:
+    if dist.is_initialized() and (world := dist.get_world_size()) % layer.ep_size:
         raise UnsupportedLayerError(
             f"{name}: ep_size is {layer.ep_size}, the world has {world} ranks; wanted an ep_size"
             " that divides it; fix: change ep_size of the MoE module or the number of ranks"
