@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_tilemoe.routing import Routing
 
@@ -27,6 +27,8 @@ MAX_EXPERTS = 1024  # kMaxRouterExperts
 TIE_ULPS = 4
 EPSILON = torch.finfo(torch.float32).eps
 _GATE = ("deepspeed.moe.sharded_moe", "TopKGate")
+# Classes of tensors that are their numbers: a subclass (quantised, distributed) may hold others.
+PLAIN = (Tensor, nn.Parameter)
 # DeepSpeed's own words, so that a model fails alike with both.
 _TOO_FEW_TOKENS = (
     "No. of tokens (batch-size) should be greater than min_capacity. Either set min_capacity to 0"
@@ -73,6 +75,8 @@ def uncovered(gate: Any, used_token: Tensor | None = None, use_tutel: bool = Fal
     if "forward" in vars(gate) or gate._forward_hooks or gate._forward_pre_hooks:
         return "the gate's forward is replaced or has hooks"
     wg, k = gate.wg, gate.k
+    if type(wg.weight) not in PLAIN:
+        return f"the gate's weight is a {type(wg.weight).__name__}"
     experts = wg.out_features
     if not 1 <= k <= min(MAX_TOPK, experts):
         return f"k is {k}, wanted 1 to {min(MAX_TOPK, experts)}"
@@ -120,8 +124,9 @@ def _capacity(
     tokens: int, experts: int, factor: float, min_capacity: int, dtype: torch.dtype
 ) -> int:
     """``sharded_moe._capacity``, at most T: an expert gets no more. The dtype is of its factor."""
-    capacity = torch.ceil((tokens / experts) * torch.tensor(factor)).to(torch.int64)
-    return min(int(torch.maximum(capacity, torch.tensor(min_capacity).to(torch.int64))), tokens)
+    capacity = torch.ceil((tokens / experts) * torch.tensor(factor, device="cpu")).to(torch.int64)
+    least = torch.tensor(min_capacity, device="cpu").to(torch.int64)
+    return min(int(torch.maximum(capacity, least)), tokens)
 
 
 def route_reference(logits: Tensor, k: int, rule: Rule) -> Routing:

@@ -196,7 +196,7 @@ def tagged_rows(
     """
     import torch
 
-    mixed = torch.arange(hidden, dtype=torch.int64)
+    mixed = torch.arange(hidden, dtype=torch.int64, device=token.device)
     for part in (token[..., None].long(), expert[..., None].long(), rank, iteration):
         # Steps of a 31-bit linear generator: a change of any part changes every number.
         mixed = ((mixed + part) * 1_103_515_245 + 12_345) & 0x7FFFFFFF

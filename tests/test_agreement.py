@@ -101,6 +101,7 @@ def test_one_strict_rank_makes_all_raise():
     ("field", "values", "wanted"),
     [
         ("grad", (False, False, True), "different grad modes: disabled on rank 0, enabled on rank"),
+        ("grad", (False, False, None), "different calls: a forward on rank 0, apply.. on rank 2"),
         ("dtype", ("bf16", "fp32", "bf16"), "different dtypes: bf16 on rank 0, fp32 on rank 1"),
         ("offers", ((), (Offer("a", SHAPE),), ()), "swap or run different layers"),
     ],

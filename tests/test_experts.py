@@ -143,10 +143,12 @@ def test_known_experts(name, dtype):
         first_column_normalised,
         lambda up, down, x: down(F.gelu(up(x)).clamp(max=40)),
         lambda up, down, x: down(F.gelu(up(x))).clamp(-3000, 3000),
+        lambda up, down, x: down(F.gelu(up(x))).clamp(-64000, 64000),  # as for fp16
+        lambda up, down, x: down(F.gelu(up(x))).nan_to_num(),
     ],
     ids=[
         *("scaled", "skip", "odd activation", "activation last", "rows depend on rows"),
-        *("clamped", "clamped at the end"),
+        *("clamped", "clamped at the end", "clamped for fp16", "made finite"),
     ],
 )
 def test_experts_that_compute_something_else(forward):
@@ -237,6 +239,10 @@ class QuantisedLinear(nn.Linear):
     pass
 
 
+class Quantised(torch.Tensor):
+    """Its numbers are not those that a linear computes with."""
+
+
 class LoraLayer(nn.Module):
     pass
 
@@ -275,6 +281,10 @@ def with_int8(expert):
         module.weight = nn.Parameter(module.weight.to(torch.int8), requires_grad=False)
 
 
+def with_tensor_subclass(expert):
+    expert[2].weight = nn.Parameter(expert[2].weight.detach().as_subclass(Quantised))
+
+
 def on_meta(expert):
     expert.to("meta")
 
@@ -292,6 +302,7 @@ REFUSED = {
     with_mixed_dtypes: "mixed dtypes \\(bfloat16, float32\\)",
     with_fp64: "float64 is not one of float32, bfloat16, float16",
     with_int8: "int8 is not one of",
+    with_tensor_subclass: "parameter 2.weight is a Quantised",
     on_meta: "on the meta device",
     with_weight_norm: "subclass of nn.Linear",
 }

@@ -282,8 +282,16 @@ def test_what_is_covered(gate: Any, call: dict[str, Any], reason: str) -> None:
     assert bool(said) == bool(reason)
 
 
+class Quantised(torch.Tensor):
+    pass
+
+
 def test_hooks_and_autocast_are_not_covered() -> None:
     gate = gate_with()
+    plain = gate.wg.weight
+    gate.wg.weight = torch.nn.Parameter(plain.detach().as_subclass(Quantised))
+    assert "weight is a Quantised" in uncovered(gate)
+    gate.wg.weight = plain
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "autocast" in uncovered(gate)
     handle = gate.register_forward_hook(lambda *_: None)

@@ -332,6 +332,72 @@ def test_errors_of_the_gate():
     assert_close(run(moe, tokens(9, HIDDEN))[0], oracle(moe, tokens(9, HIDDEN)))
 
 
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (None, "got NoneType as input; wanted a dense tensor [..., 64]"),
+        ([1.0], "got list as input; wanted a dense tensor"),
+        (torch.tensor(1.0), "got [] torch.strided as input"),
+        (torch.eye(HIDDEN).to_sparse(), "got [64, 64] torch.sparse_coo as input"),
+        (
+            torch.ones(2, HIDDEN, device="meta"),
+            "got input on meta; wanted it on cpu, as its experts",
+        ),
+        (torch.ones(2, HIDDEN + 1), "got input of width 65; wanted its hidden size 64"),
+    ],
+    ids=["None", "list", "number", "sparse", "meta", "wide"],
+)
+def test_inputs_that_are_no_rows(x, told):
+    moe = make_moe()
+    ds_tilemoe.apply(moe)
+    run(moe, tokens(2, HIDDEN))
+    error = raised(run, moe, x)
+    assert isinstance(error, RankFailure)
+    assert told in str(error)
+    assert told in str(error.__cause__)
+    assert_close(run(moe, tokens(9, HIDDEN))[0], oracle(moe, tokens(9, HIDDEN)))
+
+
+class Quantised(torch.Tensor):
+    """Its linear gives other numbers than its memory would."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs)
+        is_linear = function is torch.nn.functional.linear
+        return 2 * out.as_subclass(torch.Tensor) if is_linear else out
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_tensors_that_are_not_their_numbers(name):
+    """Put on after the swap."""
+    moe, x = make_moe(drop_tokens=False), tokens(40, HIDDEN)
+    assert ds_tilemoe.apply(moe).swapped
+    want = run(moe, x)[0]
+    linear = moe.deepspeed_moe.experts.deepspeed_experts[0][2]
+    plain = getattr(linear, name)
+    setattr(linear, name, nn.Parameter(plain.detach().as_subclass(Quantised), requires_grad=False))
+    got = run(moe, x)[0]
+    state = moe.deepspeed_moe._tile
+    assert f"expert parameter 2.{name} is a Quantised" in state.kept[1]
+    assert not torch.allclose(got, want)
+    ds_tilemoe.restore(moe)
+    assert torch.equal(run(moe, x)[0], got)
+    setattr(linear, name, plain)
+    assert ds_tilemoe.apply(moe).swapped
+    assert torch.equal(run(moe, x)[0], want)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_another_default_device(device):
+    moe, x = make_moe(drop_tokens=False), tokens(40, HIDDEN)
+    want = run(moe, x)[0]
+    with torch.device(device):
+        assert ds_tilemoe.apply(moe).swapped
+        got = run(moe, x)[0]
+    assert_close(got, want)
+
+
 def movers_of(moe, monkeypatch):
     """The mover of each call from now on."""
     seen = []

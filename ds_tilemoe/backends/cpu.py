@@ -248,7 +248,7 @@ class CpuBackend:
             assert isinstance(routing, Routing)
             ids = routing.expert_ids.to(torch.int32).contiguous()
         else:
-            ids = torch.empty(0, shape.topk, dtype=torch.int32)
+            ids = torch.empty(0, shape.topk, dtype=torch.int32, device="cpu")
         size = shape.dtype.itemsize
         self._rank.begin(
             name=shape.name,
@@ -272,7 +272,7 @@ class CpuBackend:
         rank = self._rank
         rank.dispatch(x.contiguous())
         hidden = self._fronts(shape, experts, x)
-        out = torch.empty(hidden.shape[0], shape.out, dtype=shape.dtype)
+        out = torch.empty(hidden.shape[0], shape.out, dtype=shape.dtype, device="cpu")
         rank.combine(
             hidden=hidden,
             out=out,
@@ -286,7 +286,7 @@ class CpuBackend:
             num_consumers=max(1, consumers),
             mover=_MOVERS[self.mover],
         )
-        y = torch.empty(x.shape[0], shape.out, dtype=shape.dtype)
+        y = torch.empty(x.shape[0], shape.out, dtype=shape.dtype, device="cpu")
         rank.scale(routing.weights.float().contiguous(), y)
         return y
 
@@ -297,7 +297,7 @@ class CpuBackend:
         rank = self._rank
         first = rank.expert_rows()
         rows = rank.dispatched(x)
-        hidden = torch.empty(first[-1], shape.ffn, dtype=shape.dtype)
+        hidden = torch.empty(first[-1], shape.ffn, dtype=shape.dtype, device="cpu")
         # Pad rows of the compact layout stand behind an expert's last row and stay out of front();
         # those of the aligned layout stand between runs and go with it: nobody reads the result.
         aligned = self.config.layout == "aligned"

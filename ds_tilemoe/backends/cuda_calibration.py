@@ -80,7 +80,7 @@ class _CopyRun:
         pieces["segment"], pieces["rows"] = number, _CHUNK_ROWS
         source = torch.zeros(nbytes, dtype=torch.uint8, device=heap.device)
         # Of an even epoch; arrival words of its half are zeroed by the exchange of call 2.
-        words = torch.zeros(library.tilemoe_state_bytes(1), dtype=torch.uint8)
+        words = torch.zeros(library.tilemoe_state_bytes(1), dtype=torch.uint8, device="cpu")
         state = abi.State(epoch=2, chunks=chunks)
         words[: ctypes.sizeof(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         held = [_on_device(array, heap.device) for array in (segments, pieces)]

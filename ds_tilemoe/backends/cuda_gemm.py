@@ -140,14 +140,14 @@ class GroupedGemm:
                 " graph is captured; run one forward with these weights first, and keep them"
                 " contiguous (autocast and transposed weights make new copies in every call)"
             )
-        maps = torch.zeros(len(held) * _MAP_BYTES, dtype=torch.uint8)
+        maps = torch.zeros(len(held) * _MAP_BYTES, dtype=torch.uint8, device="cpu")
         box_rows = self._library.tilemoe_producer_b_box_rows(self.kind)
         for i, weight in enumerate(held):
             at = maps.data_ptr() + i * _MAP_BYTES
             self._make_map(at, weight.data_ptr(), self._n, self._k, box_rows)
         self._maps.copy_(maps)
         if present:
-            self._biases.copy_(torch.tensor(operands[len(held) :], dtype=torch.int64))
+            self._biases.copy_(torch.tensor(operands[len(held) :], dtype=torch.int64, device="cpu"))
         self.params.bias = self._biases.data_ptr() if present else None
         self._operands = operands
         return in_place

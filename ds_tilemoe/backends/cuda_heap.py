@@ -193,4 +193,4 @@ def _say_heard(library: ctypes.CDLL, view: abi.RankView, device: torch.device) -
 
 def page_locked(nbytes: int) -> Tensor:
     """Host memory that kernels write into and copies need not wait for, zeroed."""
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")

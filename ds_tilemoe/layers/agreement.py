@@ -107,7 +107,13 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
     )
     _demand_equal(
         ranks,
-        [{None: None, True: "enabled", False: "disabled"}[message.grad] for message in messages],
+        ["apply()" if message.grad is None else "a forward" for message in messages],
+        f"layer {label}: the ranks are in different calls",
+        "call ds_tilemoe.apply() on all ranks, in the same order",
+    )
+    _demand_equal(
+        ranks,
+        ["enabled" if message.grad else "disabled" for message in messages],
         f"layer {label}: the ranks are in different grad modes",
         "use torch.no_grad() on all ranks of the expert-parallel group or on none",
     )

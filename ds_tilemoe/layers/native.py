@@ -182,8 +182,8 @@ class TileMOELayer(MOELayer):
         if timed:
             self._start(MOE_TIMER, running)
         x, used_token = input[0], input[1]
+        _check_input(state.name, shape, situation, x, state.weight(self))
         autocast = torch.is_autocast_enabled(x.device.type)
-        _check_input(state.name, shape, situation, x, autocast)
         # Each operation of torch costs the host: none that would change nothing.
         tokens = x if x.dim() == 2 else x.reshape(-1, shape.hidden)
         routing = runtime.route(self._modules["gate"], tokens, used_token)
@@ -263,13 +263,23 @@ def _deepspeeds_path(
 
 
 def _check_input(
-    name: str, shape: LayerShape, situation: Situation, x: Tensor, under_autocast: bool
+    name: str, shape: LayerShape, situation: Situation, x: object, weight: Tensor | None
 ) -> None:
     """What DeepSpeed's own path finds out in its gate and GEMMs, also for a rank without tokens."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.layout != torch.strided:
+        got = f"{list(x.shape)} {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise TileMoEError(
+            f"layer {name}: got {got} as input; wanted a dense tensor [..., {shape.hidden}]"
+        )
+    if weight is not None and x.device != weight.device:
+        raise TileMoEError(
+            f"layer {name}: got input on {x.device}; wanted it on {weight.device}, as its experts"
+        )
     if x.shape[-1] != shape.hidden:
         raise TileMoEError(
             f"layer {name}: got input of width {x.shape[-1]}; wanted its hidden size {shape.hidden}"
         )
+    under_autocast = torch.is_autocast_enabled(x.device.type)
     if x.dtype not in DTYPES or (x.dtype != situation.dtype and not under_autocast):
         raise TileMoEError(
             f"layer {name}: got {dtype_name(x.dtype)} input, its experts have"

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,11 +29,13 @@ from ds_tilemoe.layers.experts import (
     is_linear,
     is_registered,
 )
+from ds_tilemoe.router_rules import PLAIN
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # rows of the comparison
 FEW = 6  # of them
-FAR_OUT = (32.0, 2048.0)  # times these rows
+# Times these rows: past clamps of activations, of fp16's range, and of what is not finite.
+FAR_OUT = (32.0, 2048.0, 2.0**26, math.inf)
 # Of the largest output: the same operations in the same order, other GEMM shapes.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
@@ -65,6 +68,8 @@ def check_static(expert: nn.Module) -> None:
     for name, parameter in expert.named_parameters():
         if any(hasattr(parameter, mark) for mark in ("ds_id", "ds_tensor", "ds_status")):
             raise UnknownExpert(f"expert parameter {name} is partitioned or offloaded by ZeRO-3")
+        if type(parameter) not in PLAIN:
+            raise UnknownExpert(f"expert parameter {name} is a {type(parameter).__name__}")
         if parameter.is_meta:
             raise UnknownExpert(f"expert parameter {name} is on the meta device")
         dtypes.add(parameter.dtype)
@@ -229,7 +234,7 @@ def _own_output(expert: nn.Module, x: Tensor, written: Written) -> Tensor:
 
 def _rows(hidden: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return (2 * torch.randn(ROWS, hidden, generator=generator)).to(device, dtype)
+    return (2 * torch.randn(ROWS, hidden, generator=generator, device="cpu")).to(device, dtype)
 
 
 def _randomise(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ a look asks whether
 - the modules are the same, of the same classes, without hooks, and a call of them is what it was;
 - what else their forwards may read is the same: attributes of the modules and of their classes;
 - nothing has come that hides any of it: an instance's attribute in front of its class's;
-- the matrices are as large as they were, and of one dtype. They may lie elsewhere.
+- the matrices are as large as they were, of one dtype, and plain. They may lie elsewhere.
 
 With 32 experts that is 130 modules and as many matrices, so a look goes over all of them with loops
 of the interpreter's own (``map``), makes no object for any of them, and only compares. Where the
@@ -38,6 +38,7 @@ from ds_tilemoe.layers.attributes import (
 from ds_tilemoe.layers.experts import LocalExpert, is_linear
 from ds_tilemoe.layers.recognise import UnknownExpert
 from ds_tilemoe.op_builder import CPUTileMoEBuilder
+from ds_tilemoe.router_rules import PLAIN
 
 _CHILDREN, _PARAMETERS = itemgetter("_modules"), itemgetter("_parameters")
 _PRE_HOOKS, _HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
@@ -217,6 +218,8 @@ class ExpertWatch:
             # May raise, and is then to raise again.
             self._weights = [table["_parameters"]["weight"] for table in self._linears]
             self._tensors = [tensor for tensor in parameters if tensor is not None]
+            if not all(type(tensor) in PLAIN for tensor in self._tensors):
+                return False
             self._parameters, self._seen = parameters, ()
         # Memory that was given back may come again with another dtype, other sizes or strides.
         seen = (
