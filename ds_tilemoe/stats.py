@@ -197,12 +197,13 @@ class LayerStats:
 
     @property
     def overlap_ratio(self) -> float | None:
-        """1 - exposed combine / combine alone, both means; None where that is not known.
+        """1 - exposed combine / combine alone, both means; None where that is not known, or no row
+        went to another rank.
 
         It compares like with like only if the measuring run saw the same calls. Both means hold
         the lateness of peers.
         """
-        if not self.calls or not self.combine_alone_ns:
+        if not self.segments or not self.combine_alone_ns:
             return None
         return 1.0 - self.exposed_ns / self.calls / self.combine_alone_ns
 

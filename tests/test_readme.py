@@ -1,4 +1,4 @@
-"""README: two set-up lines, every setting, every environment variable, and files that exist."""
+"""README: two set-up lines, a script, every setting and environment variable, files that exist."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from ds_tilemoe.config_block import AdaptiveConfig, TileOverlapConfig
+from ds_tilemoe.testing import run_ranks
 
 REPO = Path(__file__).parent.parent
 README = (REPO / "README.md").read_text()
-FENCED = re.findall(r"^```\w*\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def test_two_set_up_lines_each_complete() -> None:
-    assert len(FENCED) == 2
-    run, test = (block.strip() for block in FENCED)
+    lines = [block.strip() for language, block in FENCED if language == "bash"]
+    assert len(lines) == 2
+    run, test = lines
     for line in (run, test):
         assert "\n" not in line
         assert line.startswith(
@@ -25,6 +27,18 @@ def test_two_set_up_lines_each_complete() -> None:
     assert run.endswith("&& deepspeed --num_gpus 4 launch/infer.py")
     assert test.endswith("&& pytest")
     assert len(re.findall("-m venv", README)) == 2
+
+
+def test_the_script_runs(tmp_path: Path) -> None:
+    (script,) = (block for language, block in FENCED if language == "python")
+    (tmp_path / "mine.py").write_text(script)
+    results = run_ranks(tmp_path / "mine.py", 2, timeout_s=120)
+    for result in results:
+        assert result.returncode == 0, result.tail()
+        assert "ds_tilemoe: 1 swapped" in result.stdout
+        (difference,) = re.findall(r"^tensor\((\S+)\)$", result.stdout, re.MULTILINE)
+        assert float(difference) < 1e-5
+        assert re.search(r"^moe\.deepspeed_moe +20( +\S+){5}$", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("key", TileOverlapConfig.model_fields)

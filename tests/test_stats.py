@@ -94,6 +94,11 @@ def test_overlap_ratio_without_calls_or_combine(layer):
     layer.add_alone(iteration(last_arrival=0))
     layer.add(iteration(last_arrival=0), 0, 1)
     assert layer.overlap_ratio is None, "nothing to hide"
+    layer.add_alone(iteration(last_arrival=2500))
+    assert layer.overlap_ratio is not None
+    layer.clear()
+    layer.add(iteration(segments=0), 0, 1)
+    assert layer.overlap_ratio is None, "a rank alone"
 
 
 def test_layers_and_reset_of_the_process(layer):
