@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,9 @@ def _read(source: str | Path) -> Mapping[str, Any]:
         text = _base64_text(source)
     name = f"ds_config {shorten(str(source))!r}"
     try:
-        parsed = hjson.loads(text, object_pairs_hook=_no_duplicates, parse_float=_number)
+        parsed = hjson.loads(
+            text, object_pairs_hook=_no_duplicates, parse_float=_number, parse_int=_integer
+        )
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
@@ -216,7 +219,7 @@ def _read(source: str | Path) -> Mapping[str, Any]:
 
 
 class _TooLarge(float):
-    """A number of a file beyond float's range."""
+    """A number of a file beyond float's range, or beyond the digits that Python reads."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -229,22 +232,33 @@ def _number(text: str) -> float:
     return float(text) if math.isfinite(float(text)) else _TooLarge(text)
 
 
+def _integer(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:  # more digits than sys.get_int_max_str_digits() allows
+        return _TooLarge(text)
+
+
 def _as_json(text: str) -> object:
     """What Python's json makes of it, NaN and Infinity included; None if nothing."""
     try:
-        return json.loads(text, parse_float=_number)
+        return json.loads(text, parse_float=_number, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
 
 
 def _refuse_infinite(parsed: object, name: str) -> None:
-    """Raises on the first number that is not finite."""
+    """Raises on the first number that is not finite, or too long to be read."""
     for where, _, value in _inside(parsed, ""):
         if isinstance(value, float) and not math.isfinite(value):
-            got = value.text if isinstance(value, _TooLarge) else show(value)
+            got, wanted = show(value), "a finite number"
+            if isinstance(value, _TooLarge):
+                got, digits = shorten(value.text), value.text.removeprefix("-")
+                if digits.isdecimal():
+                    got += f" ({len(digits)} digits)"
+                    wanted = f"a number of at most {sys.get_int_max_str_digits()} digits"
             raise ConfigError(
-                f"{name}: {where}: got {got}; wanted a finite number; "
-                "fix: write one, or leave the key out"
+                f"{name}: {where}: got {got}; wanted {wanted}; fix: write one, or leave the key out"
             )
 
 

@@ -5,6 +5,7 @@ Pure Python: no torch, no deepspeed.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -19,7 +20,8 @@ BLOCK = "tile_overlap"
 MAX_CPU_CONSUMERS = 8  # consumer threads of a rank on the CPU backend
 MAX_CUDA_CTAS = 255  # more SMs than any GPU has; the GPU at hand sets its own bound
 MAX_CPU_TILE = 4096  # rows or columns of a tile on the CPU backend
-MAX_WAIT_S = 1e6  # deadlines are counted in 64-bit ns
+MIN_WAIT_S, MAX_WAIT_S = 0.001, 1e6  # deadlines are counted in 64-bit ns, and told in ms
+MAX_COUNT = 2**31 - 1  # counts are 32-bit integers
 
 # Fields of which the CPU backend has less than CUDA: field -> values that it takes.
 CPU_TAKES: dict[str, tuple[str, ...]] = {
@@ -39,7 +41,7 @@ UNUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("dispatch", "nccl"): ("num_dispatch_ctas",),
 }
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Tile = Annotated[int, Field(ge=1, le=MAX_CPU_TILE)]
 Ctas = Annotated[int, Field(ge=1, le=MAX_CUDA_CTAS)]
 CONSUMER_BOUNDS = f"{MAX_CPU_CONSUMERS} on the CPU, less than the SMs of a GPU on CUDA"
@@ -95,7 +97,7 @@ class TileOverlapConfig(BaseModel):
     bands_per_segment: Literal["auto"] | Count = Field(
         "auto", description='"auto" or an integer of at least 1'
     )
-    local_tail_waves: Literal["auto", "all"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+    local_tail_waves: Literal["auto", "all"] | Annotated[int, Field(ge=0, le=MAX_COUNT)] = Field(
         "auto", description='"auto", "all" or an integer of at least 0'
     )
     mover: Literal["auto", "sm", "copy_engine", "none"] = Field(
@@ -122,7 +124,10 @@ class TileOverlapConfig(BaseModel):
     layers: str = Field(".*", description="a regular expression of layer names")
     strict: bool = Field(False, description="true or false")
     wait_timeout_s: float = Field(
-        60.0, gt=0, le=MAX_WAIT_S, description="a number of seconds above 0, at most 1000000"
+        60.0,
+        ge=MIN_WAIT_S,
+        le=MAX_WAIT_S,
+        description=f"a number of seconds from {MIN_WAIT_S} to {MAX_WAIT_S:.0f}",
     )
     stats: bool = Field(False, description="true or false")
 
@@ -258,30 +263,37 @@ def odd_key(where: str, key: object) -> str:
 
 
 def _fault(name: str, value: object, fix: str = "", wanted: str = "") -> str:
-    if name.startswith("adaptive."):
-        field = AdaptiveConfig.model_fields[name.removeprefix("adaptive.")]
-    else:
-        field = TileOverlapConfig.model_fields[name]
-    wanted = wanted or field.description or ""
-    fix = fix or _fix(value, wanted) or f"leave it out for the default, {show(field.default)}"
+    block: type[BaseModel] = AdaptiveConfig if name.startswith("adaptive.") else TileOverlapConfig
+    key = name.removeprefix("adaptive.")
+    field = block.model_fields[key]
+    # The bound of a count's type says nothing about layers; only who passed it has to know.
+    full = re.sub(r"of at least (\d+)$", rf"from \1 to {MAX_COUNT}", field.description or "")
+    wanted = wanted or full
+    fix = fix or _fix(block, key, value, wanted)
+    fix = fix or f"leave it out for the default, {show(field.default)}"
     return f"{BLOCK}.{name}: got {show(value)}; wanted {wanted}; fix: {fix}"
 
 
-def _fix(value: object, wanted: str) -> str:
+def _fix(block: type[BaseModel], key: str, value: object, wanted: str) -> str:
     if isinstance(value, str):
         words = re.findall(r'"([a-z_]+)"', wanted)
         if near := difflib.get_close_matches(value.strip().lower(), words, 1):
             return f'write "{near[0]}"'
         if re.fullmatch(r"\s*(-?[\d.]+|true|false|null)\s*", value):
             return f"write {value.strip()} without quotes, if that is in range"
-    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
-        return f"write {int(value)}"
+    if isinstance(value, float) and value.is_integer():
+        with contextlib.suppress(ValueError):  # also out of range, so no fix
+            block(**{key: int(value)})
+            return f"write {int(value)}"
     return ""
 
 
 def show(value: object) -> str:
     """The value as JSON writes it, so that text and number look different."""
-    return shorten(json.dumps(value, default=_plain))
+    try:
+        return shorten(json.dumps(value, default=_plain))
+    except ValueError as error:  # a number of more digits than Python writes
+        return f"{type(value).__name__} ({str(error).partition(';')[0]})"
 
 
 def _plain(value: object) -> object:

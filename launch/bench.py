@@ -29,10 +29,10 @@ from demo.outputs import OutputError, make_folders, need_writable
 from demo.process import (
     BAD_INPUT,
     FAILED,
+    begin,
     choose_accelerator,
     complain,
     end,
-    end_with_launcher,
     leave,
     prepare_environment,
     tell,
@@ -124,7 +124,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         if name != named:
             continue  # its module is not imported: most want torch and DeepSpeed
         if name not in ALONE:
-            end_with_launcher()
             prepare_environment()
             choose_accelerator("auto")
         module = importlib.import_module(f"benches.{name}")
@@ -143,4 +142,5 @@ def _built() -> list[str]:
 
 
 if __name__ == "__main__":
+    begin()
     end(main())

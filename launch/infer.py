@@ -40,10 +40,10 @@ from demo.options import InputError, Parser, at_least, wrong
 from demo.outputs import make_folders
 from demo.process import (
     FAILED,
+    begin,
     choose_accelerator,
     complain,
     end,
-    end_with_launcher,
     join_world,
     leave,
     prepare_environment,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from demo.generation import Reading
 
 RANDOM_SEED = 0
+PROMPT_SHOWN = 60  # bytes of it, in front of the continuation
 
 
 def arguments() -> argparse.Namespace:
@@ -104,7 +105,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    end_with_launcher()
     prepare_environment()
     try:
         settings = checked(args)
@@ -236,6 +236,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     plain = replayed = again = None
     calls = comparison.LayerCalls(engine)
     if args.compare:
+        go("warm-up", piece[:PREFILL_CHUNK], 0)
         with calls.record():
             plain = go("unswapped", piece, args.max_new_tokens)
     report = ds_tilemoe.apply(engine, block)
@@ -275,6 +276,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             "dtype": dtype,
             "backend": in_force[BLOCK]["backend"] if report.swapped else "deepspeed",
             "weights": weights,
+            "text_before": piece[-PROMPT_SHOWN:].decode("utf-8", errors="replace"),
             "swap": [asdict(layer) for layer in report.layers],
             "config": in_force | {"model": asdict(sizes)},
         }
@@ -294,4 +296,5 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 if __name__ == "__main__":
+    begin()
     end(main())

@@ -14,8 +14,10 @@ wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +26,8 @@ from demo.options import InputError, Parser, above_zero, at_least, wrong
 from demo.outputs import OutputError, make_folders, need_writable
 from demo.process import (
     FAILED,
+    begin,
     end,
-    end_with_launcher,
     join_world,
     leave,
     prepare_environment,
@@ -77,8 +79,18 @@ def main() -> int:
     args = arguments()
     started = time.perf_counter()
     os.environ["DS_ACCELERATOR"] = "cpu"
-    end_with_launcher()
     prepare_environment()
+    # DeepSpeed and its dependencies print and log on stdout, which is for results.
+    with contextlib.redirect_stdout(sys.stderr):
+        return run(args, started)
+
+
+def run(args: argparse.Namespace, started: float) -> int:
+    """Everything after the command line is read; returns the exit code.
+
+    Args:
+        started: when, as ``time.perf_counter`` gives it, in seconds.
+    """
     import deepspeed
     import torch
     from deepspeed import comm as dist
@@ -118,7 +130,7 @@ def main() -> int:
         leave(str(error), FAILED)
     if rank() == 0:
         took = f"{time.perf_counter() - started:.0f} s in all"
-        lost |= not tell(f"{args.steps} steps on {world} rank(s): {took}\n")
+        lost |= not tell(f"{args.steps} steps on {world} rank(s): {took}\n", sys.__stdout__)
     dist.barrier()  # the launcher ends all ranks when one has failed; rank 0 speaks first
     dist.destroy_process_group()
     return int(lost)
@@ -184,7 +196,8 @@ def judge(engine: DeepSpeedEngine, text: bytes, out: Path) -> bool:
             f"training text: {len(text)} bytes of documentation, {record['training_text']}\n"
             f"held-out text: {len(heldout)} bytes\n"
             f"byte perplexity of the held-out text: trigram {trigram:.3f}, model {ours:.3f}\n"
-            f"{outcome}\n"
+            f"{outcome}\n",
+            sys.__stdout__,
         )
     dist.barrier()
     return lost
@@ -196,4 +209,5 @@ def schedule(step: int, steps: int) -> float:
 
 
 if __name__ == "__main__":
+    begin()
     end(main())

@@ -197,6 +197,33 @@ def test_stdout_that_takes_nothing_is_no_traceback(words):
     assert (process.returncode, said) == (1, "")
 
 
+@pytest.mark.parametrize(
+    ("flags", "closed", "code"),
+    [
+        (["--help"], ">&-", 1),
+        (["operator", "--quick"], ">&-", 1),
+        (["operator", "--quick"], "2>&-", 0),
+        (["planner", "--repeats", "50"], "2>&-", 0),
+    ],
+)
+def test_closed_streams(tmp_path, flags, closed, code):
+    out = [] if "--help" in flags else ["--out", str(tmp_path / "x.jsonl")]
+    line = [sys.executable, str(LAUNCH / "bench.py"), *flags, *out]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *line],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    if code == 0:
+        assert "record(s) appended" in done.stdout
+    else:
+        assert "bench.py: error: stdout: got Bad file descriptor; wanted a place" in done.stderr
+
+
 def test_help_lists_the_benches_without_torch():
     """Importing torch and DeepSpeed takes seconds; a newcomer asks for help first."""
     code = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import bench\n"

@@ -120,6 +120,25 @@ def test_other_keys_are_strict(key: str, value: object) -> None:
     assert "; fix: " in message
 
 
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"max_tokens_per_rank": 2**31}, '"auto" or an integer from 1 to 2147483647; fix: leave'),
+        ({"bands_per_segment": 2**31}, '"auto" or an integer from 1 to 2147483647; fix: leave'),
+        ({"local_tail_waves": 2**31}, '"auto", "all" or an integer from 0 to 2147483647; fix: l'),
+        ({"adaptive": {"interval": 1e30}}, "an integer from 1 to 2147483647; fix: leave it out"),
+        ({"adaptive": {"interval": 3.0}}, "an integer from 1 to 2147483647; fix: write 3"),
+        ({"tile_m": 5000.0}, "an integer from 1 to 4096; fix: leave it out"),
+        ({"tile_m": 0.0}, "an integer from 1 to 4096; fix: leave it out"),
+        ({"tile_m": 16.0}, "an integer from 1 to 4096; fix: write 16"),
+        ({"wait_timeout_s": 1e-300}, "a number of seconds from 0.001 to 1000000; fix: leave"),
+        ({"wait_timeout_s": 1e300}, "a number of seconds from 0.001 to 1000000; fix: leave"),
+    ],
+)
+def test_both_bounds_are_told_and_a_fix_is_within_them(block: Any, told: str) -> None:
+    assert told in refusal(block)
+
+
 def test_values_that_pass() -> None:
     block = {
         "backend": "cpu",
@@ -142,6 +161,8 @@ def test_values_that_pass() -> None:
     assert {key: getattr(loaded, key) for key in block} == block
     assert load_config({"local_tail_waves": "all"}).local_tail_waves == "all"
     assert load_config({"wait_timeout_s": 1e6}).wait_timeout_s == 1_000_000
+    assert load_config({"wait_timeout_s": 0.001}).wait_timeout_s == 0.001
+    assert load_config({"max_tokens_per_rank": 2**31 - 1}).max_tokens_per_rank == 2**31 - 1
     with pytest.raises(ValueError, match="frozen"):
         loaded.tile_m = 8  # type: ignore[misc]
 
@@ -562,6 +583,27 @@ def test_numbers_that_are_not_finite(tmp_path: Path, text: str, where: str, got:
             load(path)
         assert f": got {got}" in str(told.value)
         assert "wanted a finite number; fix: " in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('{"tile_overlap": {"tile_m": %s}}', "tile_overlap.tile_m"),
+        ("{\n  train_batch_size: 1\n  sizes: [1, -%s]\n}", "sizes[1]"),
+    ],
+)
+def test_numbers_of_more_digits_than_python_reads(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text % ("1" * 5000))
+    message = refusal(path)
+    assert f"ds_config {str(path)!r}: {where}: got " in message
+    assert "111... (5000 digits); wanted a number of at most 4300 digits; fix: " in message
+    assert len(message) < 500
+
+
+def test_numbers_of_more_digits_than_python_writes() -> None:
+    for block in ({"tile_m": 10**5000}, {"adaptive": {"interval": 10**5000}}):
+        assert "got int (Exceeds the limit (4300 digits) for integer" in refusal(block)
 
 
 @pytest.mark.parametrize(

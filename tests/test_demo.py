@@ -169,6 +169,13 @@ def test_model_config_that_cannot_be_read(tmp_path):
         ModelConfig.load(tmp_path / "list.json")
     with pytest.raises(ModelConfigError, match="Is a directory"):
         ModelConfig.load(tmp_path)
+    (tmp_path / "long.json").write_text(
+        json.dumps(asdict(SIZES) | {"hidden": "x"}).replace('"x"', "1" * 5000)
+    )
+    with pytest.raises(
+        ModelConfigError, match=r"long.json': hidden: got inf; wanted a whole number"
+    ):
+        ModelConfig.load(tmp_path / "long.json")
     (tmp_path / "few.json").write_text('{"hidden": 8}')
     with pytest.raises(ModelConfigError, match=r"got no ffn, heads, .*; wanted all sizes"):
         ModelConfig.load(tmp_path / "few.json")
@@ -211,6 +218,20 @@ def test_training_that_loses_writes_nothing(tmp_path):
     assert "byte perplexity of the held-out text: trigram" in done.stdout
     assert "nothing written" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_with_stdout_closed(tmp_path):
+    line = [sys.executable, LAUNCH / "train_demo.py", "--steps", "1", "--batch", "1"]
+    line += ["--out", tmp_path / "model.safetensors"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *map(str, line)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "train_demo.py: error: stdout: got Bad file descriptor; wanted a place" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

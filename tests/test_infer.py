@@ -47,6 +47,7 @@ def test_swapped_layers_give_the_same_text(main_job):
     assert record["rerouted_share"] is None
     assert record["weights"] == "trained"
     assert record["config"]["tile_overlap"]["enabled"] is True
+    assert record["text_before"]
     for name in ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s"):
         assert record[name] > 0
     assert {"ds_tilemoe", "deepspeed", "torch", "python"} <= record["versions"].keys()

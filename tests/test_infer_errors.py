@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +15,9 @@ import time
 from pathlib import Path
 
 import pytest
-from infer_runs import INFER, RANKS, ROOT, alone, command, environment, launch
+from infer_runs import INFER, RANKS, ROOT, alone, command, environment, launch, record_in
+
+from ds_tilemoe.testing import free_port
 
 sys.path.insert(0, str(ROOT / "launch"))
 
@@ -64,6 +69,7 @@ def test_wrong_settings(tmp_path, block, words):
         (["--dtype", "float"], "--dtype: got 'float'; wanted one of fp32, bf16, fp16; fix: "),
         (["--max-new-tokens", "-1"], "--max-new-tokens: got '-1'; wanted an integer from 0 to"),
         (["--max-new-tokens", "many"], "--max-new-tokens: got 'many'; wanted an integer from 0 to"),
+        (["--max-new-tokens", "1" * 5000], "1'; wanted an integer from 0 to 2147483647; fix: e.g."),
         (["--max-new-tokens", "16384"], "--max-new-tokens: got 16384; wanted at most 16383, for w"),
         (["--max-new-tokens"], "--max-new-tokens: got too few or none; wanted one argument"),
         (["--trace", "/dev/null/t.json"], "wanted a folder where '/dev/null' is a file"),
@@ -219,12 +225,131 @@ def _lives(group: int) -> bool:
     return False
 
 
+ADOPT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, which exec keeps
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+# Ends the deepspeed command as soon as its launcher is there, and lives on.
+KILL_EARLY = """
+"$@" & runner=$!
+until launcher=$(cat /proc/$runner/task/*/children) && [ -n "$launcher" ] &&
+      tr '\\0' ' ' </proc/${launcher% }/cmdline | grep -q deepspeed.launcher.launch
+do sleep 0.02; done
+kill -TERM $runner
+sleep 600
+"""
+
+
+@pytest.mark.parametrize("adopt", [[], [sys.executable, "-c", ADOPT]], ids=["init", "subreaper"])
+def test_sigterm_before_a_rank_has_looked(tmp_path, adopt):
+    script = tmp_path / "kill_early.sh"
+    script.write_text(KILL_EARLY)
+    # As an entry point of a container has it: the command's own words are among the shell's.
+    deepspeed = tmp_path / "deepspeed"
+    deepspeed.write_text('#!/bin/sh\nexec "$@"\n')
+    deepspeed.chmod(0o755)
+    words = command("--max-new-tokens", 8000, ranks=2)
+    line = [*adopt, "sh", str(script), str(deepspeed), *words]
+    with subprocess.Popen(
+        line, env=environment(), stdout=subprocess.PIPE, start_new_session=True, text=True
+    ) as process:
+        try:
+            ranks: list[int] = []
+            while len(ranks) < 2:
+                text = process.stdout.readline()
+                assert text
+                ranks += map(int, re.findall(r"process (\d+) spawned", text))
+            limit = time.monotonic() + 30
+            while _members(process.pid, "launch/infer.py") and time.monotonic() < limit:
+                time.sleep(0.1)
+            assert _members(process.pid, "launch/infer.py") == []
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_launcher_that_was_started_by_hand_is_left_alone(adopted):
+    """By a shell that lives, or that has gone at once and whose words are no command's."""
+    world = base64.urlsafe_b64encode(b'{"localhost": [0]}').decode()
+    words = [sys.executable, *(() if adopted else ("-u",)), "-m", "deepspeed.launcher.launch"]
+    words += [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    script = '"$@" &' if adopted else '"$@"; exit $?'
+    env = environment()
+    env.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # which no shell has, but who imports DeepSpeed
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *words, str(INFER), "--max-new-tokens", "1", "--json"],
+        env=env,
+        capture_output=True,  # until all that hold it have ended
+        text=True,
+        timeout=120,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert record_in(done.stdout)["ranks"] == 1
+
+
+def test_a_rank_whose_launcher_has_gone_before_it_looked():
+    done = subprocess.run(
+        ["sh", "-c", '"$@" &', "sh", sys.executable, str(INFER), "--max-new-tokens", "1"],
+        env=environment(CROSS_RANK="0"),  # as DeepSpeed's launcher sets it
+        capture_output=True,  # until all that hold it have ended
+        text=True,
+        timeout=120,
+        start_new_session=True,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def _members(group: int, word: str) -> list[int]:
+    """The processes of a group with ``word`` in their command lines, but for its leader."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == group != pid and word in (folder / "cmdline").read_text():
+                found.append(pid)
+    return found
+
+
 def test_compare_fails_where_nothing_was_swapped(tmp_path):
     nowhere = {"CXX": "/bin/false", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     done = alone("--compare", "--max-new-tokens", 1, **nowhere)
     assert done.returncode == 1, done.stderr
     assert "no layer was swapped" in done.stderr
     assert "/bin/false" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "words"),
+    [
+        (">&-", 1, "infer.py: error: stdout: got Bad file descriptor; wanted a place for the res"),
+        ("2>&-", 0, ""),
+        (">&- 2>&-", 1, ""),
+        (
+            "<&-",
+            2,
+            "infer.py: error: --text: got '-' (Bad file descriptor); wanted a file that can",
+        ),
+    ],
+)
+def test_closed_streams(closed, code, words):
+    text = ["--text", "-"] if closed == "<&-" else []
+    line = [sys.executable, str(INFER), "--max-new-tokens", "1", "--json", *text]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *line],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    if code == 0:
+        assert record_in(done.stdout)["ranks"] == 1
+    else:
+        assert done.stdout == ""
 
 
 def test_results_that_nobody_takes():

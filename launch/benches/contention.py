@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from benches.contention_records import (
 )
 from benches.contention_simulate import simulate
 from benches.contention_study import Trial
-from benches.records import MOST_RANKS
+from benches.records import MOST_RANKS, table
 from demo.options import at_least, sizes, wrong
 from demo.outputs import whole_file
 from ds_tilemoe.config_block import BLOCK
@@ -123,6 +124,15 @@ def check(args: argparse.Namespace) -> None:
             raise wrong("--shape", got, "one that was measured", f"take one of {known}")
 
 
+COLUMNS = (
+    *("study", "routing", "gemm_m", "gemm_n", "gemm_k", "best_static_split", "best_static_us"),
+    *("controller_us", "controller_split", "controller_over_best", "iterations_to_settle"),
+    *("changes_per_50", "rule_over_best", "worst_over_sequential", "sequential_us"),
+    *("worst_static_over_controller", "on_over_off", "added_us"),
+    *("graph_on_over_off", "graph_added_us"),
+)
+
+
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields records; see the module.
 
@@ -144,6 +154,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if args.export is not None and record["study"] == "steady" and writes:
             _export(args.export, trial)
         yield record
+    if writes:
+        rows = [{column: one["record"].get(column) for column in COLUMNS} for one in drawn]
+        print(table(rows), file=sys.stderr)
     if args.png is not None and writes:
         plot.draw(args.png, drawn)
 

@@ -36,18 +36,10 @@ from benches.contention_records import (
 )
 from benches.contention_study import Trial, drive
 from benches.ranks import World
-from benches.records import table
 
 PAIRS = (("balanced", "stress_skew"), ("uniform", "moderate_skew"))  # switched back and forth
 SWITCHES = 20  # each way
 OVERHEAD_PAIRS = 100
-COLUMNS = (
-    *("study", "routing", "gemm_m", "gemm_n", "gemm_k", "best_static_split", "best_static_us"),
-    *("controller_us", "controller_split", "controller_over_best", "iterations_to_settle"),
-    *("changes_per_50", "rule_over_best", "worst_over_sequential", "sequential_us"),
-    *("worst_static_over_controller", "on_over_off", "added_us"),
-    *("graph_on_over_off", "graph_added_us"),
-)
 
 
 class Effort(NamedTuple):
@@ -89,17 +81,13 @@ def on_gpus(
         BenchError: another process computes there, or a result is wrong.
     """
     world = open_world(effort.parts)
-    rows: list[dict[str, Any]] = []
     starts = len(effort.starts)
     runs_of = (starts * len(routings), starts * len(effort.pairs), effort.traces, 1)
     runs = sum(n for part, n in zip(PARTS, runs_of, strict=True) if part in effort.parts)
     with world.progress(len(cases) * runs, "contention") as bar:
         for case in cases:
             bar.set_postfix_str(f"{case.m},{case.n},{case.k}")
-            for record, trial in _Study(world, case, effort, bar).all(routings, splits):
-                rows.append({column: record.get(column) for column in COLUMNS})
-                yield record, trial
-    world.say(table(rows))
+            yield from _Study(world, case, effort, bar).all(routings, splits)
 
 
 class _Study:

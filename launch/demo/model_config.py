@@ -66,7 +66,7 @@ class ModelConfig:
         thing = f"model config {str(path)!r}"
         wanted = "a JSON object of sizes, as launch/demo/config.json"
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = json.loads(Path(path).read_text(encoding="utf-8"), parse_int=_integer)
         except OSError as error:
             got = f"{error.strerror}"
             raise ModelConfigError(f"{thing}: {refusal(got, wanted, 'name one')}") from error
@@ -90,6 +90,14 @@ class ModelConfig:
             return cls(**values)
         except ModelConfigError as error:
             raise ModelConfigError(f"{thing}: {error}") from error
+
+
+def _integer(text: str) -> int | float:
+    """As int(); infinite where there are more digits than Python reads, as JSON's 1e999 is."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def ep_size_of(ranks: int, experts: int) -> int:

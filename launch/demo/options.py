@@ -7,6 +7,7 @@ every rank; rank 0 speaks. No torch: a wrong command line is refused before it i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import math
 import os
@@ -174,5 +175,10 @@ def word(wanted: str) -> Callable[[str], str]:
 
 
 def _integer(text: str) -> int | None:
-    """int() takes blanks and digits of other scripts, too, which nobody means."""
-    return int(text.replace("_", "")) if re.fullmatch(r"[+-]?[0-9][0-9_]*", text) else None
+    """int() takes blanks and digits of other scripts, too, which nobody means; it has its own limit
+    of digits, far above any number that is asked for."""
+    if not re.fullmatch(r"[+-]?[0-9][0-9_]*", text):
+        return None
+    with contextlib.suppress(ValueError):
+        return int(text.replace("_", ""))
+    return None

@@ -6,13 +6,11 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import NoReturn, TextIO
 
+from demo.launcher import end_with_launcher
 from ds_tilemoe.testing_launch import free_port
 
 FAILED, BAD_INPUT = 1, 2  # exit codes
@@ -117,43 +115,28 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_with_launcher() -> None:
-    """End this rank if the ``deepspeed`` command that started it dies; quietly on Ctrl-C.
+def begin() -> None:
+    """What a program does first: it sees to its streams and to what started it."""
+    open_closed_streams()
+    end_with_launcher()
 
-    On one host that command does not pass SIGTERM on: it dies alone, and the ranks would go on.
+
+def open_closed_streams() -> None:
+    """Give a stream that was closed at the start a descriptor, which no later file may get.
+
+    Reading stdin and writing stdout then fail as those of a closed one do, with an OSError. Nobody
+    hears what is said on stderr, and that is no failure.
     """
-    launcher = os.getppid()
-    command = _parent(launcher)
-    if "deepspeed.launcher.launch" not in _arguments(launcher):
-        return
-    if not {"deepspeed", "deepspeed.launcher.runner"} & {
-        os.path.basename(word) for word in _arguments(command)[:3]
-    }:
-        return
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback from every rank
-
-    def watch() -> None:
-        while os.getppid() == launcher and _parent(launcher) == command:
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _parent(pid: int) -> int:
-    """The parent's process id; 0 if there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _arguments(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
+    streams = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+    for number, (name, mode) in enumerate(streams):  # each gets the lowest that is free
+        if getattr(sys, name) is not None:
+            continue
+        flags = os.O_RDONLY if name == "stdout" else os.O_WRONLY
+        descriptor = os.open(os.devnull, flags)
+        os.set_inheritable(descriptor, descriptor == number)
+        stream = open(descriptor, mode, errors="backslashreplace")  # noqa: SIM115  (for good)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def quieten() -> None:

@@ -61,6 +61,7 @@ def of_rank(reading: Reading, plain: Reading | None) -> dict[str, Any]:
         "prefill_s": reading.prefill_s,
         "decode_s": reading.decode_s,
         "plain_nll": None if plain is None else plain.nll,
+        "plain_s": None if plain is None else plain.prefill_s + plain.decode_s,
     }
 
 
@@ -78,6 +79,9 @@ def of_world(everyone: list[dict[str, Any]]) -> dict[str, Any]:
         "perplexity": _perplexity(everyone, "nll"),
         "perplexity_unswapped": _perplexity(everyone, "plain_nll") if compared else None,
         "tokens_per_s": (read + stepped) / (prefill_s + decode_s),
+        "tokens_per_s_unswapped": (
+            (read + stepped) / max(r["plain_s"] for r in everyone) if compared else None
+        ),
         "prefill_tokens_per_s": read / prefill_s,
         "decode_tokens_per_s": stepped / decode_s if stepped else None,
         "ranks": len(everyone),
@@ -93,7 +97,8 @@ def of_world(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(record: dict[str, Any]) -> str:
     """The record as a newcomer wants to read it."""
-    lines = ["continuation:", record["text"], ""]
+    before = " ".join(record["text_before"].split())
+    lines = [f'continuation of "... {before}":', record["text"], ""]
     lines.append(f"perplexity            {record['perplexity']:.4f} a byte")
     if record["perplexity_unswapped"] is not None:
         lines.append(f"perplexity unswapped  {record['perplexity_unswapped']:.4f}")
@@ -113,6 +118,11 @@ def show(record: dict[str, Any]) -> str:
         f" {record['prefill_tokens_per_s']:.0f}, decode {decode})"
         f" on {record['ranks']} rank(s), {record['backend']} backend, {record['dtype']}"
     )
+    if record["tokens_per_s_unswapped"] is not None:
+        lines.append(
+            f"unswapped             {record['tokens_per_s_unswapped']:.0f} tokens per second, with"
+            " DeepSpeed's own layers"
+        )
     if record["layers"]:
         lines += ["", "per layer and call, worst rank:"]
         lines.append(
@@ -123,10 +133,10 @@ def show(record: dict[str, Any]) -> str:
             if known[1:]:  # more than the exposed combine, which the table has
                 parts = ", ".join(f"{part} {row[f'{part}_us']:.0f}" for part in known)
                 lines.append(f"{row['name']} [us]: {parts}")
-        # Both runs that the ratio compares wait for peers that are late.
-        lines.append(
-            "exposed combine holds peers' lateness too; with more ranks than cores, mostly"
-        )
+        if any(row["overlap_ratio"] is not None for row in record["layers"]):
+            # Both runs that the ratio compares wait for peers that are late.
+            mostly = "; on a CPU, which ranks share, mostly" if record["backend"] == "cpu" else ""
+            lines.append(f"exposed combine holds peers' lateness too{mostly}")
     return "\n".join(lines)
 
 
