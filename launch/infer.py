@@ -236,7 +236,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     plain = replayed = again = None
     calls = comparison.LayerCalls(engine)
     if args.compare:
-        go("warm-up", piece[:PREFILL_CHUNK], 0)
+        go("unswapped, warm-up", piece, args.max_new_tokens)  # DeepSpeed's gate compiles itself
         with calls.record():
             plain = go("unswapped", piece, args.max_new_tokens)
     report = ds_tilemoe.apply(engine, block)

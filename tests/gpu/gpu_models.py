@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from moe_models import fill, make_moe, own_routing, run, tokens
 
 import ds_tilemoe
 from ds_tilemoe import reference
+from ds_tilemoe.errors import DeadlineError, RankFailure
 from ds_tilemoe.symmetric_heap import gather
 from ds_tilemoe.testing import rank_tests
 
@@ -132,6 +134,21 @@ def assert_equal(got: Tensor, want: Tensor, what: object) -> None:
     """Bit for bit, on every rank."""
     same = torch.equal(got, want)
     agree("" if same else f"{what}: {int((got != want).sum())} of {got.numel()} numbers differ")
+
+
+def assert_rank_1_failed(error: Exception, behind: bool) -> None:
+    """``error`` is what a peer raises of a call in which rank 1 failed in its routing.
+
+    Args:
+        behind: the peers had queued calls behind it, which fails the group. A rank whose device
+            had not come to that call by then hears of one that had.
+    """
+    if behind and isinstance(error, DeadlineError):
+        assert re.search(r"heard too late that call \d+ had failed because of rank 1", str(error))
+        return
+    assert isinstance(error, RankFailure), repr(error)
+    assert "rank 1 of the group failed in its routing" in str(error), str(error)
+    assert ("the group has failed" in str(error)) == behind, str(error)
 
 
 def difference(y: Tensor, want: Tensor, dtype: torch.dtype, tolerance: float | None = None) -> str:
