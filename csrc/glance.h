@@ -86,6 +86,7 @@ class Glance {
   // Memory that was given back may come again with another dtype, other sizes or other strides.
   struct Operand {
     bool is_tensor = false;  // else there is no bias
+    const PyTypeObject* type = nullptr;
     const void* data = nullptr;
     at::ScalarType dtype = at::ScalarType::Undefined;
     bool is_contiguous = false;
@@ -95,15 +96,20 @@ class Glance {
     bool is_of(PyObject* parameter) const {
       if (!is_tensor) return true;
       const at::Tensor& tensor = THPVariable_Unpack(parameter);
-      return tensor.const_data_ptr() == data && tensor.scalar_type() == dtype &&
-             tensor.is_contiguous() == is_contiguous && tensor.sizes() == sizes;
+      return Py_TYPE(parameter) == type && tensor.const_data_ptr() == data &&
+             tensor.scalar_type() == dtype && tensor.is_contiguous() == is_contiguous &&
+             tensor.sizes() == sizes;
     }
   };
 
   static Operand operand_of(py::handle parameter) {
     if (!THPVariable_Check(parameter.ptr())) return {};
     const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
-    return {true, tensor.const_data_ptr(), tensor.scalar_type(), tensor.is_contiguous(),
+    return {true,
+            Py_TYPE(parameter.ptr()),
+            tensor.const_data_ptr(),
+            tensor.scalar_type(),
+            tensor.is_contiguous(),
             c10::DimVector(tensor.sizes())};
   }
 

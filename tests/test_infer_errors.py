@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -241,8 +242,7 @@ sleep 600
 """
 
 
-@pytest.mark.parametrize("adopt", [[], [sys.executable, "-c", ADOPT]], ids=["init", "subreaper"])
-def test_sigterm_before_a_rank_has_looked(tmp_path, adopt):
+def test_sigterm_before_a_rank_has_looked(tmp_path):
     script = tmp_path / "kill_early.sh"
     script.write_text(KILL_EARLY)
     # As an entry point of a container has it: the command's own words are among the shell's.
@@ -250,7 +250,10 @@ def test_sigterm_before_a_rank_has_looked(tmp_path, adopt):
     deepspeed.write_text('#!/bin/sh\nexec "$@"\n')
     deepspeed.chmod(0o755)
     words = command("--max-new-tokens", 8000, ranks=2)
-    line = [*adopt, "sh", str(script), str(deepspeed), *words]
+    systemd = tmp_path / "systemd"  # a shell that is named so
+    systemd.symlink_to(shutil.which("sh"))
+    adopt = [sys.executable, "-c", ADOPT]
+    line = [*adopt, str(systemd), str(script), str(deepspeed), *words]
     with subprocess.Popen(
         line, env=environment(), stdout=subprocess.PIPE, start_new_session=True, text=True
     ) as process:
@@ -270,13 +273,16 @@ def test_sigterm_before_a_rank_has_looked(tmp_path, adopt):
 
 @pytest.mark.parametrize("adopted", [False, True])
 def test_a_launcher_that_was_started_by_hand_is_left_alone(adopted):
-    """By a shell that lives, or that has gone at once and whose words are no command's."""
+    """By a shell that lives, with all that the command would have set, or that has gone at once and
+    whose words are no command's."""
     world = base64.urlsafe_b64encode(b'{"localhost": [0]}').decode()
     words = [sys.executable, *(() if adopted else ("-u",)), "-m", "deepspeed.launcher.launch"]
     words += [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     script = '"$@" &' if adopted else '"$@"; exit $?'
     env = environment()
-    env.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # which no shell has, but who imports DeepSpeed
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if adopted:
+        del env["PYTORCH_NVML_BASED_CUDA_CHECK"]
     done = subprocess.run(
         ["sh", "-c", script, "sh", *words, str(INFER), "--max-new-tokens", "1", "--json"],
         env=env,

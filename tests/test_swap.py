@@ -27,6 +27,16 @@ from ds_tilemoe.layers.native import TileMOELayer
 from ds_tilemoe.swap import measure_combine_alone
 
 
+class Quantised(torch.Tensor):
+    """Its linear gives other numbers than its memory would."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs)
+        is_linear = function is torch.nn.functional.linear
+        return 2 * out.as_subclass(torch.Tensor) if is_linear else out
+
+
 class Odd(nn.Module):
     """An expert that nobody knows."""
 
@@ -335,17 +345,18 @@ def test_errors_of_the_gate():
 @pytest.mark.parametrize(
     ("x", "told"),
     [
-        (None, "got NoneType as input; wanted a dense tensor [..., 64]"),
-        ([1.0], "got list as input; wanted a dense tensor"),
-        (torch.tensor(1.0), "got [] torch.strided as input"),
-        (torch.eye(HIDDEN).to_sparse(), "got [64, 64] torch.sparse_coo as input"),
+        (None, "got a NoneType as input; wanted a plain tensor [..., 64]"),
+        ([1.0], "got a list as input; wanted a plain tensor"),
+        (torch.ones(2, HIDDEN).as_subclass(Quantised), "got a Quantised as input"),
+        (torch.tensor(1.0), "got input [] torch.strided; wanted a dense tensor"),
+        (torch.eye(HIDDEN).to_sparse(), "got input [64, 64] torch.sparse_coo; wanted a dense"),
         (
             torch.ones(2, HIDDEN, device="meta"),
             "got input on meta; wanted it on cpu, as its experts",
         ),
         (torch.ones(2, HIDDEN + 1), "got input of width 65; wanted its hidden size 64"),
     ],
-    ids=["None", "list", "number", "sparse", "meta", "wide"],
+    ids=["None", "list", "subclass", "number", "sparse", "meta", "wide"],
 )
 def test_inputs_that_are_no_rows(x, told):
     moe = make_moe()
@@ -356,16 +367,6 @@ def test_inputs_that_are_no_rows(x, told):
     assert told in str(error)
     assert told in str(error.__cause__)
     assert_close(run(moe, tokens(9, HIDDEN))[0], oracle(moe, tokens(9, HIDDEN)))
-
-
-class Quantised(torch.Tensor):
-    """Its linear gives other numbers than its memory would."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        out = super().__torch_function__(function, types, args, kwargs)
-        is_linear = function is torch.nn.functional.linear
-        return 2 * out.as_subclass(torch.Tensor) if is_linear else out
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -381,11 +382,16 @@ def test_tensors_that_are_not_their_numbers(name):
     state = moe.deepspeed_moe._tile
     assert f"expert parameter 2.{name} is a Quantised" in state.kept[1]
     assert not torch.allclose(got, want)
-    ds_tilemoe.restore(moe)
-    assert torch.equal(run(moe, x)[0], got)
+    own = MOELayer.forward
+    assert torch.equal(run(own, moe.deepspeed_moe, x, None), got)
     setattr(linear, name, plain)
-    assert ds_tilemoe.apply(moe).swapped
     assert torch.equal(run(moe, x)[0], want)
+    assert state.kept is None
+    # The same object, of another class.
+    odd = plain.detach().clone().as_subclass(Quantised)
+    torch.utils.swap_tensors(getattr(linear, name), nn.Parameter(odd, requires_grad=False))
+    assert not torch.allclose(run(moe, x)[0], want)
+    assert "is a Quantised" in state.kept[1]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -72,6 +72,6 @@ def _value(attribute: object) -> object:
 
 def _measures(parameter: torch.Tensor) -> object:
     try:
-        return parameter.shape, parameter.dtype, parameter.device
-    except Exception:  # a lazy one has none yet
-        return None
+        return type(parameter), parameter.shape, parameter.dtype, parameter.device
+    except Exception:  # a lazy one has no shape yet
+        return type(parameter)

@@ -9,7 +9,6 @@ Shape letters: H hidden, F ffn, N output width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -235,7 +234,13 @@ def _make_front(
     if recipe.kind == "chain":
         names = list(expert._modules)
         head = [expert.get_submodule(name) for name in names[: names.index(recipe.down)]]
-        return lambda x: functools.reduce(lambda y, child: child(y), head, x)
+
+        def chain(x: Tensor) -> Tensor:
+            for child in head:
+                x = child(x)
+            return x
+
+        return chain
 
     def up(i: int, x: Tensor) -> Tensor:
         return F.linear(x, ups[i].weight, getattr(ups[i], "bias", None))

@@ -30,6 +30,7 @@ from ds_tilemoe.layers.layer_state import LayerState, Situation
 from ds_tilemoe.layers.meeting import decide, has_to_meet, refuse_capture
 from ds_tilemoe.layers.recognise import DTYPES, dtype_name
 from ds_tilemoe.layers.runtime import Runtime
+from ds_tilemoe.router_rules import PLAIN
 from ds_tilemoe.routing import Routing
 
 # In the message of a RankFailure: not an end, but a call for another pre-flight.
@@ -266,10 +267,16 @@ def _check_input(
     name: str, shape: LayerShape, situation: Situation, x: object, weight: Tensor | None
 ) -> None:
     """What DeepSpeed's own path finds out in its gate and GEMMs, also for a rank without tokens."""
-    if not isinstance(x, Tensor) or x.dim() == 0 or x.layout != torch.strided:
-        got = f"{list(x.shape)} {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+    if type(x) not in PLAIN:
         raise TileMoEError(
-            f"layer {name}: got {got} as input; wanted a dense tensor [..., {shape.hidden}]"
+            f"layer {name}: got a {type(x).__name__} as input; wanted a plain tensor"
+            f" [..., {shape.hidden}]"
+        )
+    assert isinstance(x, Tensor)
+    if x.dim() == 0 or x.layout != torch.strided:
+        raise TileMoEError(
+            f"layer {name}: got input {list(x.shape)} {x.layout}; wanted a dense tensor"
+            f" [..., {shape.hidden}]"
         )
     if weight is not None and x.device != weight.device:
         raise TileMoEError(

@@ -97,7 +97,7 @@ class ExpertWatch:
         self._class_values = list(starmap(getitem, self._class_attributes))
         self._attributes = [place for cut in cuts for place in _attributes_of(cut, written)]
         # Places that have to stay vacant: what came there would hide an attribute of the class,
-        # or (further down) what a call goes through, or a parameter.
+        # what a call goes through, or a parameter.
         hideable = {
             kind: {name for _, name in found if not is_cached(kind, name)}
             for kind, found in places.items()
@@ -113,7 +113,8 @@ class ExpertWatch:
             self._vacant.append((table, "weight"))
             # By None a class may say that it has no bias.
             says_none = "bias" in table and table["bias"] is None
-            (self._attributes if says_none else self._vacant).append((table, "bias"))
+            places_of_bias = self._attributes if says_none else self._vacant
+            places_of_bias.append((table, "bias"))
         self._values = list(starmap(getitem, self._attributes))
         self._parameters: list[Tensor | None] = []  # of the linears
         self._tensors: list[Tensor] = []  # those that are not None
@@ -218,11 +219,11 @@ class ExpertWatch:
             # May raise, and is then to raise again.
             self._weights = [table["_parameters"]["weight"] for table in self._linears]
             self._tensors = [tensor for tensor in parameters if tensor is not None]
-            if not all(type(tensor) in PLAIN for tensor in self._tensors):
-                return False
             self._parameters, self._seen = parameters, ()
-        # Memory that was given back may come again with another dtype, other sizes or strides.
+        # Memory that was given back may come again with another dtype, other sizes or strides, and
+        # torch.utils.swap_tensors gives an object another class.
         seen = (
+            list(map(type, self._tensors)),
             list(map(_DATA_PTR, self._tensors)),
             list(map(_DTYPE, self._tensors)),
             list(map(_IS_CONTIGUOUS, self._tensors)),
@@ -230,7 +231,10 @@ class ExpertWatch:
         )
         if seen == self._seen:
             return True
-        if len(set(seen[1])) > 1 or not self._has_its_sizes():
+        classes, _, dtypes, *_ = seen
+        if not all(map(PLAIN.__contains__, classes)):
+            return False
+        if len(set(dtypes)) > 1 or not self._has_its_sizes():
             return False
         self._seen, self.weight = seen, self._weights[0]
         self.experts.stamp = object()

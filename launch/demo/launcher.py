@@ -22,15 +22,14 @@ def end_with_launcher() -> None:
     command = _parent(launcher)
     if "deepspeed.launcher.launch" not in _words(launcher, "cmdline"):
         # DeepSpeed's launcher sets CROSS_RANK, and others do not.
-        if "CROSS_RANK" in os.environ and _is_adopted(os.getpid(), launcher):
+        if "CROSS_RANK" in os.environ and _is_reaper(launcher):
             os.kill(os.getpid(), signal.SIGTERM)
         return
-    is_same_python = _executable(launcher) == _executable(command)
-    if _is_of_command(launcher) and (not is_same_python or _is_adopted(launcher, command)):
-        os.kill(os.getpid(), signal.SIGTERM)
     names = {os.path.basename(word) for word in _words(command, "cmdline")[:3]}
-    is_command = is_same_python and not names.isdisjoint(COMMANDS)
-    if not is_command:
+    # A shell may have the command among its own words.
+    if _executable(launcher) != _executable(command) or names.isdisjoint(COMMANDS):
+        if _is_of_command(launcher) and _is_reaper(command):
+            os.kill(os.getpid(), signal.SIGTERM)
         return
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback from every rank
@@ -44,25 +43,19 @@ def end_with_launcher() -> None:
 
 
 def _is_of_command(launcher: int) -> bool:
-    """Whether a launcher was started by the ``deepspeed`` command, which may be gone.
+    """Whether a launcher looks as if the ``deepspeed`` command had started it.
 
-    The command writes these words, with the Python that runs it, and ``import deepspeed`` has set
-    this variable before; a shell's launcher lacks one or the other.
+    The command writes these words, and ``import deepspeed`` has set this variable before. A shell
+    that does both and then leaves its launcher to pid 1 cannot be told from it.
     """
     written = ["-u", "-m", "deepspeed.launcher.launch"]
     imported = "PYTORCH_NVML_BASED_CUDA_CHECK=1"
     return _words(launcher, "cmdline")[1:4] == written and imported in _words(launcher, "environ")
 
 
-def _is_adopted(pid: int, parent: int) -> bool:
-    """Whether another process than ``parent`` started ``pid`` and has died; False if in doubt.
-
-    A process begins in the session of its parent, and leaves it only to lead one of its own.
-    """
-    try:
-        return _parent(pid) != parent or os.getsid(pid) not in (pid, os.getsid(parent))
-    except ProcessLookupError:
-        return True
+def _is_reaper(pid: int) -> bool:
+    """Whether a process gets the orphans of others; False if in doubt."""
+    return pid == 1 or _words(pid, "comm") == ["systemd\n"]
 
 
 def _parent(pid: int) -> int:
@@ -74,10 +67,10 @@ def _parent(pid: int) -> int:
 
 
 def _words(pid: int, kind: str) -> list[str]:
-    """The command line or the first environment of a process; empty if that cannot be read.
+    """The command line, first environment or name of a process; empty if that cannot be read.
 
     Args:
-        kind: "cmdline" or "environ".
+        kind: "cmdline", "environ" or "comm".
     """
     try:
         return Path(f"/proc/{pid}/{kind}").read_text(errors="replace").split("\0")

@@ -7,8 +7,7 @@
 //   operator_check SEED faults [SECONDS]: ends with 1 if a fault shows (for builds with FAULT=)
 //   operator_check SEED processes [CALLS [LIMIT_S]]: each rank a process, also two on one GPU
 //   operator_check SEED 1440 [FRACTION [bf16|fp16 [RANKS [LIMIT_S]]]]: the check matrix, or a
-//   random
-//     part of it; with RANKS each rank is a process, and they share the GPUs there are
+//   random part of it; with RANKS each rank is a process, and they share the GPUs there are
 // A rank that stands still is looked at before its deadline (operator_watch.cuh); with
 // CUDA_MODULE_LOADING=LAZY or another CUDA_DEVICE_MAX_CONNECTIONS one can see which of them
 // matters.
