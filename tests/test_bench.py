@@ -207,8 +207,9 @@ def test_stdout_that_takes_nothing_is_no_traceback(words):
     ],
 )
 def test_closed_streams(tmp_path, flags, closed, code):
-    out = [] if "--help" in flags else ["--out", str(tmp_path / "x.jsonl")]
-    line = [sys.executable, str(LAUNCH / "bench.py"), *flags, *out]
+    if "--help" not in flags:
+        flags = [*flags, "--commit", "abc", "--out", str(tmp_path / "x.jsonl")]
+    line = [sys.executable, str(LAUNCH / "bench.py"), *flags]
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *line],
         capture_output=True,
