@@ -264,7 +264,7 @@ def _deepspeeds_path(
 
 
 def _check_input(
-    name: str, shape: LayerShape, situation: Situation, x: object, weight: Tensor | None
+    name: str, shape: LayerShape, situation: Situation, x: Any, weight: Tensor | None
 ) -> None:
     """What DeepSpeed's own path finds out in its gate and GEMMs, also for a rank without tokens."""
     if type(x) not in PLAIN:
@@ -272,7 +272,6 @@ def _check_input(
             f"layer {name}: got a {type(x).__name__} as input; wanted a plain tensor"
             f" [..., {shape.hidden}]"
         )
-    assert isinstance(x, Tensor)
     if x.dim() == 0 or x.layout != torch.strided:
         raise TileMoEError(
             f"layer {name}: got input {list(x.shape)} {x.layout}; wanted a dense tensor"
@@ -286,8 +285,8 @@ def _check_input(
         raise TileMoEError(
             f"layer {name}: got input of width {x.shape[-1]}; wanted its hidden size {shape.hidden}"
         )
-    under_autocast = torch.is_autocast_enabled(x.device.type)
-    if x.dtype not in DTYPES or (x.dtype != situation.dtype and not under_autocast):
+    is_other = x.dtype != situation.dtype
+    if x.dtype not in DTYPES or (is_other and not torch.is_autocast_enabled(x.device.type)):
         raise TileMoEError(
             f"layer {name}: got {dtype_name(x.dtype)} input, its experts have"
             f" {dtype_name(situation.weights)} weights; fix: cast one of them, or run under"
