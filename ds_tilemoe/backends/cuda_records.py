@@ -6,7 +6,8 @@ csrc/plan_abi.h, csrc/common/record.cuh.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import struct
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,19 @@ from ds_tilemoe.plan_abi import CALL_RECORD_DTYPE, CALL_RECORDS
 from ds_tilemoe.stats import IterationStats, LayerTimes
 
 RING_BYTES = CALL_RECORDS * CALL_RECORD_DTYPE.itemsize
+
+
+def _format(dtype: np.dtype[Any]) -> str:
+    if dtype.names is None:
+        return {"i8": "q", "u8": "Q", "i4": "i"}[dtype.str[1:]]
+    return "".join(_format(dtype[name]) for name in dtype.names)
+
+
+# By struct a record is read in a fraction of the time that numpy takes for it.
+_LAYOUT = struct.Struct("=" + _format(CALL_RECORD_DTYPE))
+assert _LAYOUT.size == CALL_RECORD_DTYPE.itemsize, "the record has gaps"
+_ITERATION_END = len(IterationStats._fields)
+_TIMES_END = _ITERATION_END + len(LayerTimes._fields)
 
 
 class Record(NamedTuple):
@@ -49,8 +63,8 @@ class RecordRing:
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        self._slots = memory.view(CALL_RECORD_DTYPE)
-        self._epochs = self._slots["epoch"]  # a view: read anew each time
+        self._memory = memory.data
+        self._epochs = memory.view(CALL_RECORD_DTYPE)["epoch"]  # a view: read anew each time
         self._last = 0
 
     def poll(self) -> list[Record]:
@@ -69,17 +83,18 @@ class RecordRing:
     def _read(self, slot: int) -> Record | None:
         """The record that stands there; None if the device is writing, or has begun to."""
         before = int(self._epochs[slot])
-        iteration, times, layer, tokens, rows, remote, ctas, bands, epoch = self._slots[slot].item()
+        words = _LAYOUT.unpack_from(self._memory, slot * _LAYOUT.size)
+        layer, tokens, rows, remote_rows, consumer_ctas, bands, epoch = words[_TIMES_END:]
         if not before == epoch == int(self._epochs[slot]) or epoch == 0:
             return None
         return Record(
             epoch,
             layer,
-            IterationStats._make(iteration),
-            LayerTimes._make(times),
+            IterationStats._make(words[:_ITERATION_END]),
+            LayerTimes._make(words[_ITERATION_END:_TIMES_END]),
             tokens,
             rows,
-            remote,
-            ctas,
+            remote_rows,
+            consumer_ctas,
             bands,
         )
