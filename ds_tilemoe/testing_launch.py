@@ -80,7 +80,8 @@ def run_ranks(
 
     Args:
         target: a Python file with cases; a Python file without (it runs as a script, and sets up
-            torch.distributed itself); or "module:function", called as one case.
+            torch.distributed itself); or "module:function", called as one case. On the CPU cases
+            are imported once, and the ranks are forks: RANK and LOCAL_RANK come behind the import.
         world: number of processes; each sees RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*.
         timeout_s: wall limit, seconds. Past it each process group is killed.
         case_timeout_s: limit of each case; a rank that passes it prints its stacks and ends.
@@ -141,56 +142,96 @@ def _launch(
     with tempfile.TemporaryDirectory(prefix="ds_tilemoe-ranks-") as folder:
         where = Path(folder)
         (where / "shared").mkdir()
-        program = [sys.executable, "-m", "ds_tilemoe.testing_rank"]
-        command = [*program, target, folder, str(case_timeout_s), *args]
-        ranks: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "ds_tilemoe.testing_fork", target, folder]
+        command += [str(case_timeout_s), *args]
+        with open(where / "start", "wb") as output:
+            starter = subprocess.Popen(
+                command,
+                env=base,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        ranks = [_Rank(starter, where, rank) for rank in range(world)]
         try:
-            for rank in range(world):
-                mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(_start(command, mine, where / str(rank)))
-            late = _wait(ranks, timeout_s)
+            late = _wait(starter, ranks, timeout_s)
         finally:
-            for process in ranks:
-                # The leader may be gone and its children not; the group outlives it.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        results = [_result(where, rank, process.returncode) for rank, process in enumerate(ranks)]
-    if late:
+            if not all(rank.has_begun for rank in ranks):
+                os.killpg(starter.pid, signal.SIGKILL)  # and no more of them begin
+            for rank in ranks:
+                rank.kill()
+            starter.wait()
+        results = [_result(where, number, rank.end()) for number, rank in enumerate(ranks)]
+        missing = [number for number, rank in enumerate(ranks) if not rank.has_begun]
+        said = (where / "start").read_text(errors="replace")
+    if late or missing:
+        what = f"ranks {late} still ran after {timeout_s:g} s" if late else f"no ranks {missing}"
         tails = "\n".join(result.tail() for result in results)
-        raise RanksError(
-            f"{target}: ranks {late} still ran after {timeout_s:g} s\n{tails}", results
-        )
+        raise RanksError(f"{target}: {what}\n{said}{tails}", results)
     return results
 
 
-def _start(
-    command: Sequence[str], env: Mapping[str, str], outputs: Path
-) -> subprocess.Popen[bytes]:
-    out, err = outputs.with_suffix(".out"), outputs.with_suffix(".err")
-    with open(out, "wb") as stdout, open(err, "wb") as stderr:
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
+class _Rank:
+    """A rank, which is its starter's child: see testing_fork.py.
+
+    Attributes:
+        returncode: None while it runs.
+    """
+
+    def __init__(self, starter: subprocess.Popen[bytes], folder: Path, rank: int) -> None:
+        self._starter = starter
+        self._pid, self._code = folder / f"{rank}.pid", folder / f"{rank}.code"
+        self.returncode: int | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._pid.exists()
+
+    def poll(self) -> int | None:
+        """The exit code, once it has one."""
+        if self.returncode is None:
+            # Asked first: its last act is to write the code.
+            is_alone = self._starter.poll() is not None
+            if self._code.exists():
+                self.returncode = int(self._code.read_text())
+            elif is_alone:
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def end(self) -> int:
+        """The exit code, when the starter has ended."""
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def signal(self, number: int) -> None:
+        """To the process, if there is one."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(self._pid.read_text()), number)
+
+    def kill(self) -> None:
+        """Ends it and its children."""
+        if self.returncode is None:
+            self.signal(signal.SIGKILL)  # it may have no group yet
+        # The leader may be gone and its children not; the group outlives it.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.killpg(int(self._pid.read_text()), signal.SIGKILL)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
+def _wait(starter: subprocess.Popen[bytes], ranks: Sequence[_Rank], timeout_s: float) -> list[int]:
     """Waits for all; returns the ranks that were over the limit. Who is left tells its stacks."""
     limit = time.monotonic() + timeout_s
     failed_at = None
-    while any(process.poll() is None for process in ranks):
+    while None in (codes := [rank.poll() for rank in ranks]):
         now = time.monotonic()
-        if failed_at is None and any(process.returncode for process in ranks):
+        if failed_at is None and any(codes):
             failed_at = now
         if now > limit or (failed_at is not None and now > failed_at + GRACE_S):
-            left = [rank for rank, process in enumerate(ranks) if process.returncode is None]
-            for rank in left:
-                ranks[rank].send_signal(signal.SIGUSR1)
+            left = [number for number, code in enumerate(codes) if code is None]
+            for number in left:
+                ranks[number].signal(signal.SIGUSR1)
+            starter.send_signal(signal.SIGUSR1)
             time.sleep(0.5)
             return left if now > limit else []
         time.sleep(0.02)
@@ -198,7 +239,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[in
 
 
 def _result(where: Path, rank: int, returncode: int) -> RankResult:
-    out, err = ((where / f"{rank}.{n}").read_text(errors="replace") for n in ("out", "err"))
+    outputs = [where / f"{rank}.{name}" for name in ("out", "err")]
+    out, err = (path.read_text(errors="replace") if path.exists() else "" for path in outputs)
     log = where / f"{rank}.jsonl"
     # A rank that was killed while it wrote leaves half a line, without an end: a case not run.
     lines = log.read_text().split("\n")[:-1] if log.exists() else []

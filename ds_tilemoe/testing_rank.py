@@ -24,7 +24,8 @@ from ds_tilemoe.testing import COLLECTIVE_LIMIT_S, init_cpu_group, init_deepspee
 from ds_tilemoe.testing_case import Case, CaseResult, RankContext, cases_in
 
 
-def _cases_of_target(target: str) -> list[Case]:
+def cases_of_target(target: str) -> list[Case]:
+    """Those of a file, or a function as one; [] for a script."""
     if target.endswith(".py"):
         return cases_in(Path(target))
     module, _, function = target.partition(":")
@@ -121,7 +122,7 @@ def main() -> None:
     with open(Path(folder) / f"{os.environ['RANK']}.stacks", "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        if cases := _cases_of_target(target):
+        if cases := cases_of_target(target):
             _end(_run_cases(cases, Path(folder), float(limit), stacks))
         sys.argv = [target, *args]
         runpy.run_path(target, run_name="__main__")

@@ -87,6 +87,7 @@ ORDER = [
     "testing_launch",
     "testing",
     "testing_rank",
+    "testing_fork",
     "",
 ]
 # Integers, times and settings: no torch, no deepspeed. mypy checks them (pyproject.toml).

@@ -163,13 +163,48 @@ def test_a_bad_end_fails_the_last_case(tmp_path: Path, ending: str, told: str) -
     source = write(
         tmp_path / f"ends_{len(ending)}.py",
         "import atexit, os, time\nfrom ds_tilemoe.testing import case\n"
-        f"if os.environ.get('RANK') == '1':\n    atexit.register({ending})\n"
-        "@case\ndef first(ctx):\n    pass\n@case\ndef last(ctx):\n    pass\n",
+        f"@case\ndef first(ctx):\n    ctx.rank == 1 and atexit.register({ending})\n"
+        "@case\ndef last(ctx):\n    pass\n",
     )
     test = rank_tests(source, world=2, timeout_s=20)
     test("first")
     with pytest.raises(RanksError, match=told):
         test("last")
+
+
+def test_an_import_that_fails_is_told_by_every_rank(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "fails_at_import.py",
+        "from ds_tilemoe.testing import case\n@case\ndef never(ctx):\n    pass\n1 / 0\n",
+    )
+    for result in run_ranks(source, 2, timeout_s=60):
+        assert result.returncode == 1
+        assert "ZeroDivisionError" in result.stderr
+        assert not result.cases
+
+
+def test_an_import_that_hangs_is_told_with_its_stack(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "hangs_at_import.py",
+        "import time\nfrom ds_tilemoe.testing import case\ndef asleep():\n    time.sleep(600)\n"
+        "asleep()\n@case\ndef never(ctx):\n    pass\n",
+    )
+    with pytest.raises(RanksError, match=r"ranks \[0, 1\] still ran after 4 s\n(.|\n)*in asleep"):
+        run_ranks(source, 2, timeout_s=4)
+
+
+def test_cases_whose_import_leaves_a_thread(tmp_path: Path) -> None:
+    """Forks would not have it: such ranks are no forks."""
+    source = write(
+        tmp_path / "has_a_thread.py",
+        "import threading\nfrom ds_tilemoe.testing import case\nbegin = threading.Event()\n"
+        "done = threading.Event()\ndef work():\n    begin.wait()\n    done.set()\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "@case\ndef waits(ctx):\n    begin.set()\n    assert done.wait(20)\n    return ctx.rank\n",
+    )
+    results = run_ranks(source, 2, timeout_s=60)
+    check_case(results, "waits")
+    assert [result.cases[0].value for result in results] == [0, 1]
 
 
 def test_a_line_cut_off_is_a_case_not_run(tmp_path: Path) -> None:
