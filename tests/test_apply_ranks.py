@@ -130,4 +130,4 @@ def strict_in_one_group_is_heard_in_the_next(ctx):
     assert not any(isinstance(module, TileMOELayer) for module in model.modules())
 
 
-test_ranks = rank_tests(__file__, world=4, timeout_s=100)
+test_ranks = rank_tests(__file__, world=4, timeout_s=300)

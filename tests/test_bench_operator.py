@@ -460,4 +460,4 @@ def cuda_operator_without_a_gpu(ctx):
         assert (library.recv.shape[0] > 0) is (library.exchange.tokens == 0)
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=90)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

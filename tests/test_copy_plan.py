@@ -25,7 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_goes_once_behind_its_bands(program: Path, seed: int) -> None:
-    done = subprocess.run([program, "200", str(seed)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([program, "200", str(seed)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     boxes, cut = map(int, done.stdout.split())
     assert boxes > 50, "few copies were boxes"

@@ -79,7 +79,7 @@ def compiled(
     )
     command = [*compiler, "-std=c++17", f"-I{base.csrc_root()}", f"-I{include}"]
     command += ["-Wno-invalid-offsetof", str(source), "-o", str(folder / "show")]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
     shown = subprocess.run(
         [folder / "show"], check=True, capture_output=True, text=True, timeout=10

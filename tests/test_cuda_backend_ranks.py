@@ -221,4 +221,4 @@ def routers(ctx: RankContext) -> None:
         assert library.log == []
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=150)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

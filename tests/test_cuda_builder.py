@@ -342,6 +342,6 @@ class TestRealLibrary:
 
 
 def run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -154,4 +154,4 @@ def calls_of_a_few_tokens(ctx: RankContext) -> None:
         assert library.combine.kind.tile_n == library.front_tile_n == 256, "as told"
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=150)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

@@ -152,4 +152,4 @@ def failures_of_peers(ctx: RankContext) -> None:
         assert torch.equal(layer(rows(20)), want)
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=90)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

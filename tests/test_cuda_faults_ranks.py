@@ -117,4 +117,4 @@ def a_gate_that_names_an_expert_twice(ctx: RankContext) -> None:
         assert "rank 0 of the group was to get 1024 rows" in same_everywhere(str(error))
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=150)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

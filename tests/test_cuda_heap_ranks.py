@@ -201,4 +201,4 @@ def captured(ctx: RankContext) -> None:
             assert "cannot be captured" in str(raised(layer, rows(4)))
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=150)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

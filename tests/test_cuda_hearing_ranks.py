@@ -250,4 +250,4 @@ def a_call_that_cannot_be_prepared(ctx: RankContext) -> None:
         assert torch.equal(layer(rows(20)), want)
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=150)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

@@ -50,4 +50,4 @@ def ranks_without_rows_keep_up(ctx: RankContext) -> None:
         ds_tilemoe.restore(moe)
 
 
-test_ranks = rank_tests(__file__, world=WORLD, timeout_s=120)
+test_ranks = rank_tests(__file__, world=WORLD, timeout_s=300)

@@ -185,7 +185,7 @@ def test_torchrun_and_a_config_without_the_block(tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

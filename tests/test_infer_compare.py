@@ -109,7 +109,7 @@ def a_wrong_gate_fails(ctx: RankContext) -> None:
     assert "blocks.0.moe differs" in (mine["fault"] or ""), mine
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=150)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)
 
 
 def reading(value: float, text: bytes = b"ab") -> Reading:

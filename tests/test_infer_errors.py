@@ -288,7 +288,7 @@ def test_a_launcher_that_was_started_by_hand_is_left_alone(adopted):
         env=env,
         capture_output=True,  # until all that hold it have ended
         text=True,
-        timeout=120,
+        timeout=300,
         start_new_session=True,
     )
     assert done.returncode == 0, done.stderr
@@ -301,7 +301,7 @@ def test_a_rank_whose_launcher_has_gone_before_it_looked():
         env=environment(CROSS_RANK="0"),  # as DeepSpeed's launcher sets it
         capture_output=True,  # until all that hold it have ended
         text=True,
-        timeout=120,
+        timeout=300,
         start_new_session=True,
     )
     assert (done.stdout, done.stderr) == ("", "")
@@ -347,7 +347,7 @@ def test_closed_streams(closed, code, words):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == code, done.stderr
     assert words in done.stderr
@@ -366,7 +366,7 @@ def test_results_that_nobody_takes():
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=300,
         )
     assert done.returncode == 1, done.stderr
     assert "infer.py: error: stdout: got No space left on device; wanted " in done.stderr

@@ -51,4 +51,4 @@ def split_then_init_inference(ctx: RankContext) -> None:
         torch.testing.assert_close(ours, engine(x), rtol=0, atol=1e-5)
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=150)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

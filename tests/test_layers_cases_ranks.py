@@ -270,4 +270,4 @@ def case_12_autocast(ctx, weights):
         assert torch.equal(run(block, x)[0], got)
 
 
-test_ranks = rank_tests(__file__, world=4, timeout_s=150)
+test_ranks = rank_tests(__file__, world=4, timeout_s=300)

@@ -273,4 +273,4 @@ def copies_and_pickles(ctx):
     assert torch.equal(run(loaded, x)[0], want)
 
 
-test_ranks = rank_tests(__file__, world=4, timeout_s=150)
+test_ranks = rank_tests(__file__, world=4, timeout_s=300)

@@ -127,4 +127,4 @@ def test_fronts_read_their_own_rows(layout: Layout) -> None:
                 assert hidden[row] == factor * row
 
 
-test_ranks = rank_tests(__file__, world=3, timeout_s=60)
+test_ranks = rank_tests(__file__, world=3, timeout_s=300)

@@ -171,7 +171,7 @@ def test_a_library_cut_short_is_not_loaded(root: Path) -> None:
     library = jit.build_library(recipe)
     _truncate(library)
     process = start(root)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out.strip()) == (0, "42"), err
     size = library.stat().st_size
     assert f"is damaged: got {size // 2} bytes with digest " in err
@@ -182,7 +182,7 @@ def test_four_processes_build_once(root: Path, monkeypatch: pytest.MonkeyPatch) 
     log = stand_in(root.parent, monkeypatch, delay=1)
     processes = [start(root) for _ in range(4)]
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert (process.returncode, out.strip()) == (0, "42"), err
     assert len(log.read_text().splitlines()) == 2
 
@@ -300,7 +300,7 @@ def test_who_waits_for_a_failing_build_does_not_repeat_it(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert len(messages) == 4
     assert len(set(messages)) == 1
     assert "no luck" in messages[0]
@@ -328,7 +328,7 @@ def test_waiting_says_for_whom(
             while not caplog.records and time.monotonic() < deadline:
                 time.sleep(0.02)
         assert "process 4711 on elsewhere, which is building it" in caplog.text
-    thread.join(timeout=60)
+    thread.join(timeout=300)
     assert Builder(root).load().answer() == 42
 
 

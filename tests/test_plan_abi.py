@@ -54,7 +54,7 @@ def compiled(tmp_path_factory) -> dict[str, int]:
     subprocess.run(
         ["g++", "-std=c++17", "-Wall", "-Werror", f"-I{CSRC}", source, "-o", folder / "show"],
         check=True,
-        timeout=60,
+        timeout=300,
     )
     shown = subprocess.run(
         [folder / "show"], check=True, capture_output=True, text=True, timeout=10

@@ -111,7 +111,7 @@ def native(tmp_path_factory) -> NativePlanner:
     library = tmp_path_factory.mktemp("planner") / "planner.so"
     flags = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-shared", "-fPIC"]
     sources = [PLANNER / "planner.cpp", PLANNER / "planner_c.cpp"]
-    subprocess.run(["g++", *flags, *sources, "-o", library], check=True, timeout=120)
+    subprocess.run(["g++", *flags, *sources, "-o", library], check=True, timeout=300)
     return NativePlanner(library)
 
 

@@ -311,4 +311,4 @@ def nothing_of_ours_has_a_name_in_shared_memory(ctx):
         assert any("/dev/shm/" in line and "deleted" in line for line in maps)
 
 
-test_ranks = rank_tests(__file__, world=4, timeout_s=150)
+test_ranks = rank_tests(__file__, world=4, timeout_s=300)

@@ -39,7 +39,7 @@ def run(
         [str(program), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"},
     )
 

@@ -54,6 +54,6 @@ def both_layouts_ship_first_middle_and_last_segments(ctx):
             assert stats.epoch == 1
 
 
-test_two_ranks = rank_tests(__file__, world=2, timeout_s=120)
-test_four_ranks = rank_tests(__file__, world=4, timeout_s=120)
-test_eight_ranks = rank_tests(__file__, world=8, timeout_s=120)
+test_two_ranks = rank_tests(__file__, world=2, timeout_s=300)
+test_four_ranks = rank_tests(__file__, world=4, timeout_s=300)
+test_eight_ranks = rank_tests(__file__, world=8, timeout_s=300)

@@ -32,7 +32,7 @@ def test_two_set_up_lines_each_complete() -> None:
 def test_the_script_runs(tmp_path: Path) -> None:
     (script,) = (block for language, block in FENCED if language == "python")
     (tmp_path / "mine.py").write_text(script)
-    results = run_ranks(tmp_path / "mine.py", 2, timeout_s=120)
+    results = run_ranks(tmp_path / "mine.py", 2, timeout_s=300)
     for result in results:
         assert result.returncode == 0, result.tail()
         assert "ds_tilemoe: 1 swapped" in result.stdout

@@ -138,7 +138,7 @@ def test_nothing_is_left_behind_and_the_next_start_is_right(tmp_path):
         private or command,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -181,7 +181,7 @@ def test_small_dev_shm_is_a_clear_error_on_all_ranks(tmp_path):
     )
     subprocess.run(
         private_shm("64m", "sh", "-c", f"{ranks} wait"),
-        timeout=90,
+        timeout=300,
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),

@@ -141,4 +141,4 @@ def grad_modes_that_part_after_the_first_call(ctx, first):
     assert f"in the same grad mode (here: {mode})" in str(error)
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=100)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

@@ -413,4 +413,4 @@ def dropout_in_the_first_forward_decides_nothing(ctx):
     assert report.swapped
 
 
-test_ranks = rank_tests(__file__, world=2, timeout_s=100)
+test_ranks = rank_tests(__file__, world=2, timeout_s=300)

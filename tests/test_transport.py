@@ -202,5 +202,5 @@ def test_attach_says_what_is_wrong(status: int, pe: int, problem: str) -> None:
 
 
 test_ranks = pytest.mark.skipif(torch.cuda.is_available(), reason="here it may start")(
-    rank_tests(__file__, world=2, timeout_s=100)
+    rank_tests(__file__, world=2, timeout_s=300)
 )
