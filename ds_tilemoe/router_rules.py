@@ -75,8 +75,9 @@ def uncovered(gate: Any, used_token: Tensor | None = None, use_tutel: bool = Fal
     if "forward" in vars(gate) or gate._forward_hooks or gate._forward_pre_hooks:
         return "the gate's forward is replaced or has hooks"
     wg, k = gate.wg, gate.k
-    if type(wg.weight) not in PLAIN:
-        return f"the gate's weight is a {type(wg.weight).__name__}"
+    weight = wg.weight
+    if type(weight) not in PLAIN:
+        return f"the gate's weight is a {type(weight).__name__}"
     experts = wg.out_features
     if not 1 <= k <= min(MAX_TOPK, experts):
         return f"k is {k}, wanted 1 to {min(MAX_TOPK, experts)}"
@@ -93,7 +94,7 @@ def uncovered(gate: Any, used_token: Tensor | None = None, use_tutel: bool = Fal
     noise = gate.noisy_gate_policy if gate.training else None
     if noise == "Jitter" or (noise == "RSample" and k == 1):
         return f"noisy_gate_policy is {noise}"
-    if torch.is_autocast_enabled(wg.weight.device.type):
+    if torch.is_autocast_enabled(weight.device.type):
         return "autocast is on"
     return ""
 

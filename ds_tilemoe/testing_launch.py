@@ -158,7 +158,8 @@ def _launch(
             late = _wait(starter, ranks, timeout_s)
         finally:
             if not all(rank.has_begun for rank in ranks):
-                os.killpg(starter.pid, signal.SIGKILL)  # and no more of them begin
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(starter.pid, signal.SIGKILL)  # and no more of them begin
             for rank in ranks:
                 rank.kill()
             starter.wait()

@@ -492,6 +492,7 @@ def all_studies(ctx):
             assert overhead[f"{kind}{name}"] > 0
         assert overhead[f"{kind}added_us"] is not None
     assert overhead["signals_host_us"] > 0
+    assert overhead["signals_host_mean_us"] > 0
     # The loops without records, behind HOST_CALLS and two calls more that make their timer.
     assert library.epoch - library.with_records >= 5 * (overhead["calls"] + overhead["graph_calls"])
     # Times are those of the group: all ranks have the same records.

@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_fake_memory import memory
 from cuda_library_fake import FakeLibrary, FakeLink, NoWaits, capture, install
 from moe_models import HIDDEN, make_moe, oracle, raised, run, same_everywhere, tokens
 from torch import Tensor, nn
@@ -30,6 +33,7 @@ from ds_tilemoe.errors import (
 from ds_tilemoe.testing import RankContext, case, rank_tests
 
 WORLD = 4
+BYTES = 128  # of a tensor map
 # A consumer, although there are few tiles.
 SETTINGS: dict[str, Any] = {"adaptive": {"enabled": False}, "num_consumer_ctas": 8}
 
@@ -253,6 +257,36 @@ def graphs(ctx: RankContext) -> None:
             assert "another dtype or mode" in str(raised(run, moe, x.half()))
         moe.bfloat16()
         assert torch.equal(run(moe, x)[0], want)
+
+
+@case
+def a_graph_reads_what_it_was_captured_with(ctx: RankContext) -> None:
+    """Not the experts of a later call, and no memory that has been given back."""
+    with swapped(kind="swiglu") as (moe, library, _), pytest.MonkeyPatch.context() as patch:
+        x = rows(8)
+        want = run(moe, x)[0]
+        with capture(patch):
+            run(moe, x)
+        tables = library.front.b, library.combine.producer.b
+        maps = [bytes(memory(table, np.uint8, BYTES)) for table in tables]
+        twin = copy.deepcopy(moe)
+        for parameter in twin.parameters():
+            parameter.data *= 2
+        for _ in range(2):  # with addresses that the layer has not seen before, and knows now
+            assert not torch.equal(run(twin, x)[0], want)
+            assert [bytes(memory(table, np.uint8, BYTES)) for table in tables] == maps
+            assert library.front.b != tables[0]
+            assert torch.equal(run(moe, x)[0], want)
+            assert (library.front.b, library.combine.producer.b) == tables
+        (runtime,) = moe.deepspeed_moe._tile.session.runtimes()
+        backend = runtime.backend
+        owners = [*backend._layers.values(), backend._router, backend._splits, backend._heap]
+        held = [weakref.ref(owner) for owner in owners]
+        del runtime, backend, owners
+        ds_tilemoe.restore(moe)
+        ds_tilemoe.restore(twin)
+        gc.collect()
+        assert all(ref() is not None for ref in held)
 
 
 @case

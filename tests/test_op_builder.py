@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -273,6 +274,36 @@ def test_failing_compile_names_command_error_and_fix(root: Path) -> None:
     assert "\nfix: " in message
     (root / "cpu" / "twice.cpp").write_text("int twice(int value) { return 2 * value; }\n")
     assert Builder(root).load().answer() == 42
+
+
+def test_what_is_queued_ends_with_an_interrupt(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "cpu" / "more.cpp").write_text("")
+    monkeypatch.setenv("MAX_JOBS", "1")
+    begun = []
+
+    def interrupted(recipe: object, command: object, work: object, verbose: object) -> None:
+        begun.append(command)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jit, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Builder(root).load()
+    assert len(begun) < 3, "commands that nobody waits for"
+
+
+def test_a_command_that_cannot_be_started_is_no_fault_of_the_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = subprocess.run
+
+    def refuse(command: list[str], **options: Any) -> Any:
+        if "-c" in command:
+            raise OSError(12, "Cannot allocate memory")
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(BuildError, match=r"could not be started .*Cannot allocate.*-std=c\+\+20"):
+        Builder(root).load()
 
 
 def test_failing_link_is_told_at_load(root: Path) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 import ds_tilemoe
 from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError, UnsupportedLayerError
 from ds_tilemoe.layers import runtime
-from ds_tilemoe.layers.native import TileMOELayer
+from ds_tilemoe.layers.native import MISMATCH, TileMOELayer
 from ds_tilemoe.testing import case, rank_tests
 
 BLOCK = {"max_tokens_per_rank": 64}
@@ -55,6 +55,26 @@ def another_wish_after_a_heap_was_made(ctx):
     else:
         assert "stricct" in ds_tilemoe.apply(moe, BLOCK).layers[0].reason
     assert_close(run(moe, x)[0], want)
+
+
+@case
+def the_same_wish_in_other_words(ctx):
+    moe, x = make_moe(2, drop_tokens=False), tokens(9, HIDDEN)
+    want = oracle(moe, x)
+    block = {**BLOCK, "layout": "compact", "dispatch": "auto"} if ctx.rank else BLOCK
+    assert ds_tilemoe.apply(moe, block).swapped
+    assert_close(run(moe, x)[0], want)
+
+
+@case
+def layers_that_differ_behind_a_meeting(ctx):
+    """Ranks whose meeting finds nothing say so, and do not meet for ever."""
+    moe, x = swapped(), tokens(9, HIDDEN)
+    (found,) = moe.deepspeed_moe._tile.session.runtimes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found.backend, "_fingerprint", lambda shape: ctx.rank)
+        assert MISMATCH in same_everywhere(str(raised(run, moe, x)))
+    assert_close(run(moe, x)[0], oracle(moe, x))
 
 
 @case

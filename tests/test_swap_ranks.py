@@ -25,7 +25,8 @@ from torch import nn
 
 import ds_tilemoe
 from ds_tilemoe import swap
-from ds_tilemoe.errors import BuildError, TileMoEError
+from ds_tilemoe.backends import cpu
+from ds_tilemoe.errors import BuildError, CapacityError, TileMoEError
 from ds_tilemoe.layers.native import TileMOELayer
 from ds_tilemoe.testing import case, rank_tests
 
@@ -411,6 +412,29 @@ def dropout_in_the_first_forward_decides_nothing(ctx):
     assert report.pending
     run(moe.eval(), x)
     assert report.swapped
+
+
+@case
+def a_heap_that_cannot_grow(ctx):
+    """The old one has made room for it; who needs no larger one goes on with a new one."""
+    moe, x = make_moe(2, drop_tokens=False).bfloat16(), tokens(9, HIDDEN)
+    assert ds_tilemoe.apply(moe, {"max_tokens_per_rank": 64}).swapped
+    want = run(moe, x.bfloat16())[0]
+    (runtime,) = moe.deepspeed_moe._tile.session.runtimes()
+    most, open_heap = runtime.backend._heap.shape.dispatch_bytes, cpu.open_heap
+
+    def small(wanted, *rest):
+        if wanted.dispatch_bytes > most:
+            raise CapacityError("no room")
+        return open_heap(wanted, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "open_heap", small)
+        for _ in range(2):
+            moe.float()
+            assert str(raised(run, moe, x)) == "no room"
+            moe.bfloat16()
+            assert torch.equal(run(moe, x.bfloat16())[0], want)
 
 
 test_ranks = rank_tests(__file__, world=2, timeout_s=300)

@@ -183,6 +183,16 @@ def test_an_import_that_fails_is_told_by_every_rank(tmp_path: Path) -> None:
         assert not result.cases
 
 
+def test_an_import_that_ends_the_process_is_told(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "ends_at_import.py",
+        "import os\nfrom ds_tilemoe.testing import case\nprint('here', flush=True)\nos._exit(7)\n"
+        "@case\ndef never(ctx):\n    pass\n",
+    )
+    with pytest.raises(RanksError, match=r"no ranks \[0, 1\]\nhere\n"):
+        run_ranks(source, 2, timeout_s=60)
+
+
 def test_an_import_that_hangs_is_told_with_its_stack(tmp_path: Path) -> None:
     source = write(
         tmp_path / "hangs_at_import.py",

@@ -127,6 +127,11 @@ class Backend(Protocol):
     last_reason: str
 
     @property
+    def has_heap(self) -> bool:
+        """Whether ``ensure`` has made one that is still there, usable or not."""
+        ...
+
+    @property
     def last_stats(self) -> IterationStats | None:
         """Of the last forward. On CUDA it waits for its end, and is None but for the mover
         "sequential", not captured; other calls leave records that nobody waits for."""

@@ -99,6 +99,11 @@ class CpuBackend:
 
     # -- heap -------------------------------------------------------------------------------
 
+    @property
+    def has_heap(self) -> bool:
+        """See ``Backend.has_heap``."""
+        return self._heap is not None
+
     def ensure(self, shapes: Sequence[LayerShape], max_tokens: int, together: bool = True) -> None:
         """See ``Backend.ensure``; here a group needs nobody for its memory."""
         self._demand_own_process("ensure()")
@@ -412,7 +417,7 @@ class CpuBackend:
         return self._bounds()[0]
 
     def _fingerprint(self, shape: LayerShape) -> int:
-        text = f"{shape}{self.config.layout}{self.tile_m}"
+        text = f"{shape}{_LAYOUTS[self.config.layout]}{self.tile_m}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def set_random_delays(self, max_us: int, seed: int) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends import cuda_functions
 from ds_tilemoe.backends.base import Expert, LayerShape, local_problem
-from ds_tilemoe.backends.cuda_blocks import open_heap, world_of
+from ds_tilemoe.backends.cuda_blocks import keep_for_graphs, open_heap, world_of
 from ds_tilemoe.backends.cuda_call import NO_CONTEXT, Caller
 from ds_tilemoe.backends.cuda_errors import too_many_tokens
 from ds_tilemoe.backends.cuda_growth import NOTHING, Held, find_growth
@@ -93,6 +93,11 @@ class CudaBackend:
         self._in_call = threading.Lock()
 
     # -- heap -------------------------------------------------------------------------------
+
+    @property
+    def has_heap(self) -> bool:
+        """See ``Backend.has_heap``."""
+        return self._heap is not None
 
     def ensure(self, shapes: Sequence[LayerShape], max_tokens: int, together: bool = True) -> None:
         """See ``Backend.ensure``.
@@ -287,6 +292,9 @@ class CudaBackend:
                 problem = error
         if problem is not None:
             caller.withdraw(heap, layer, x.shape[0], problem, self.mover, stream, capturing)
+        if capturing:
+            layer.keep_operands()
+            keep_for_graphs(heap, layer, self._router, self._splits)
         return caller.run(heap, layer, call, experts, self.mover, stream, capturing)
 
     def _problem(

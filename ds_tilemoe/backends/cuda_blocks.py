@@ -26,8 +26,8 @@ MOST_SECONDS = 1e9  # in nanoseconds it is still an int64
 # a block whose heap is gone on every rank can be given back when all ranks meet.
 _blocks: dict[int, tuple[transport.Transport, weakref.ref[CudaHeap], Tensor]] = {}
 _next_block = 0
-# Heaps whose addresses a CUDA graph holds: nobody tells us when it is replayed for the last time.
-_captured: list[CudaHeap] = []
+# By id, what owns memory that a CUDA graph reads: nobody tells us when it is replayed last.
+_captured: dict[int, object] = {}
 
 
 def world_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -35,11 +35,14 @@ def world_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if group is None else dist.group.WORLD
 
 
-def keep_for_graphs(heap: CudaHeap) -> None:
-    """From now on the heap is as it is: it is neither replaced while it works nor ever freed."""
-    if not heap.is_captured:
-        heap.is_captured = True
-        _captured.append(heap)
+def keep_for_graphs(heap: CudaHeap, *owners: object) -> None:
+    """From now on the heap is as it is: it is not replaced while it works, and never freed.
+
+    Args:
+        owners: of what else a captured call reads; they live as long.
+    """
+    heap.is_captured = True
+    _captured.update({id(owner): owner for owner in (heap, *owners)})
 
 
 @lasting

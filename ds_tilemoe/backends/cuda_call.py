@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_tilemoe.backends import cuda_abi as abi
 from ds_tilemoe.backends import nccl_dispatch
 from ds_tilemoe.backends.base import Expert, LayerChange
-from ds_tilemoe.backends.cuda_blocks import exchange_timeout_ns, keep_for_graphs
+from ds_tilemoe.backends.cuda_blocks import exchange_timeout_ns
 from ds_tilemoe.backends.cuda_copy import CopyEngine
 from ds_tilemoe.backends.cuda_errors import overfull
 from ds_tilemoe.backends.cuda_heap import CudaHeap
@@ -120,10 +120,8 @@ class Caller:
         peers_hear = self.peers_hear(heap, layer.shape.name, capturing)
         with peers_hear, self.range("count exchange"):
             split = self._splits.choose(layer, tokens, mover, capturing)
-            if capturing:
-                keep_for_graphs(heap)
-                if split.mover is abi.Mover.SM:
-                    wanted = self._splits.wanted_word(layer, tokens)
+            if capturing and split.mover is abi.Mover.SM:
+                wanted = self._splits.wanted_word(layer, tokens)
             if split.mover is abi.Mover.COPY_ENGINE:
                 engine = self._engine_of(heap)
             layer.launch_exchange(0, tokens, True, split, wanted, self._group_timeout_ns, stream)

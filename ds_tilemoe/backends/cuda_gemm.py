@@ -32,6 +32,13 @@ from ds_tilemoe.errors import TileMoEError
 _MAP_BYTES = ctypes.sizeof(abi.TensorMap)
 
 
+class OperandTable(NamedTuple):
+    """Where the kernels look up the weights and biases: [matrices] tensor maps and addresses."""
+
+    maps: Tensor
+    biases: Tensor
+
+
 class GroupedGemm:
     """D[row] = act(A[row] B[expert]^T + bias[expert]); gated: act(gate) * up.
 
@@ -91,14 +98,23 @@ class GroupedGemm:
         if front:
             params.ship.view.state = None  # no counts for IterationStats
             params.front_bands = heap.plan.front_bands
-        matrices = experts * (2 if gated else 1)
-        self._maps = torch.zeros(matrices * _MAP_BYTES, dtype=torch.uint8, device=heap.device)
-        self._biases = torch.zeros(matrices, dtype=torch.int64, device=heap.device)
+        self._matrices = experts * (2 if gated else 1)
+        self._table = self._make_table()
+        self._kept: dict[tuple[int, ...], OperandTable] = {}  # by operands: graphs read them
         self._nothing = torch.zeros(n, dtype=dtype, device=heap.device)  # of experts without bias
         self._operands: tuple[int, ...] = ()
         self._held: list[Tensor] = []
         self._grid = 0
-        params.b = self._maps.data_ptr()
+
+    @lasting
+    def _make_table(self) -> OperandTable:
+        maps = torch.zeros(self._matrices * _MAP_BYTES, dtype=torch.uint8, device=self._device)
+        biases = torch.zeros(self._matrices, dtype=torch.int64, device=self._device)
+        return OperandTable(maps, biases)
+
+    def keep_operands(self) -> None:
+        """A captured graph reads the present operands from now on, whatever other calls bring."""
+        self._kept[self._operands] = self._table
 
     def set_operands(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
         """Weights [n, k] and biases [n], expert by expert; gated: all gates, then all ups.
@@ -134,23 +150,32 @@ class GroupedGemm:
         in_place = all(map(is_, held, weights)) and all(map(is_, given, biases))
         if operands == self._operands:
             return in_place
+        table = self._kept.get(operands)
+        if table is None:
+            table = self._fill_table(held, operands[len(held) :])
+        self._table, self._operands = table, operands
+        self.params.b = table.maps.data_ptr()
+        self.params.bias = table.biases.data_ptr() if present else None
+        return in_place
+
+    def _fill_table(self, weights: Sequence[Tensor], biases: Sequence[int]) -> OperandTable:
+        """The present table, or a new one where a graph reads that, with these operands."""
         if torch.cuda.is_current_stream_capturing():
             raise TileMoEError(
                 "the experts' weights are not where they were in the call before, while a CUDA"
                 " graph is captured; run one forward with these weights first, and keep them"
                 " contiguous (autocast and transposed weights make new copies in every call)"
             )
-        maps = torch.zeros(len(held) * _MAP_BYTES, dtype=torch.uint8, device="cpu")
+        table = self._make_table() if self._operands in self._kept else self._table
+        maps = torch.zeros(len(weights) * _MAP_BYTES, dtype=torch.uint8, device="cpu")
         box_rows = self._library.tilemoe_producer_b_box_rows(self.kind)
-        for i, weight in enumerate(held):
+        for i, weight in enumerate(weights):
             at = maps.data_ptr() + i * _MAP_BYTES
             self._make_map(at, weight.data_ptr(), self._n, self._k, box_rows)
-        self._maps.copy_(maps)
-        if present:
-            self._biases.copy_(torch.tensor(operands[len(held) :], dtype=torch.int64, device="cpu"))
-        self.params.bias = self._biases.data_ptr() if present else None
-        self._operands = operands
-        return in_place
+        table.maps.copy_(maps)
+        if biases:
+            table.biases.copy_(torch.tensor(biases, dtype=torch.int64, device="cpu"))
+        return table
 
     def set_grid(self, ctas: int) -> None:
         """Order of tiles for ``ctas`` CTAs."""
@@ -258,6 +283,11 @@ class LayerGemms:
         for gemm in self.downs:
             in_place &= gemm.set_operands(downs, down_biases)
         return in_place
+
+    def keep_operands(self) -> None:
+        """See :meth:`GroupedGemm.keep_operands`."""
+        for gemm in (*self._fronts.values(), *self.downs):
+            gemm.keep_operands()
 
     def _front_gemms(self, activation: str, matrices: int) -> dict[int, GroupedGemm]:
         """GEMM 1 by columns of a tile, but for the rows that it reads and the operands."""

@@ -124,6 +124,10 @@ class CudaLayer:
         )
         heap.names[self.fingerprint] = shape.name
 
+    def keep_operands(self) -> None:
+        """The graph that the call at hand is captured in goes on reading these experts."""
+        self._gemms.keep_operands()
+
     def is_small(self, tokens: int) -> bool:
         """Whether GEMM 2 of a call with so many tokens has no more tiles than the GPU has SMs."""
         return self._gemms.tiling(tokens).is_small

@@ -92,6 +92,13 @@ class Splits:
 
     def __init__(self, config: TileOverlapConfig, sms: int, world: int) -> None:
         self._config, self._sms, self._world = config, sms, world
+        waves = tail_waves(config)
+        self._fixed = Choice(  # without a controller, but for the number that a record has
+            0,
+            ALL_TAIL_WAVES if waves == "all" else int(waves),
+            bands_per_segment(config),
+            config.mover,
+        )
         self._machine: Machine | None = None
         self._words: dict[int, npt.NDArray[np.int32]] = {}  # fingerprint -> [BUCKETS], page-locked
         self._lessons: dict[tuple[int, int], _Lessons] = {}  # by fingerprint and bucket
@@ -234,22 +241,13 @@ class Splits:
         """The split of a call, and why; None where there was nothing to ship."""
         if self._world == 1:
             return None, ""
-        controller, reason = self.controllers.get(record.layer), ""
+        controller = self.controllers.get(record.layer)
         key = (record.layer, Controller.bucket_of(record.tokens), record.consumer_ctas)
-        if controller is None:
-            waves = tail_waves(self._config)
-            choice = Choice(
-                record.consumer_ctas,
-                ALL_TAIL_WAVES if waves == "all" else int(waves),
-                bands_per_segment(self._config),
-                self._config.mover,
-            )
-        else:
-            choice = controller.choose(key[1])
-            told = self._told.get(key)
-            if told is not None and told[0] is choice:
-                return told[1]
-            reason = controller.why(key[1])
+        choice = self._fixed if controller is None else controller.choose(key[1])
+        told = self._told.get(key)
+        if told is not None and told[0] is choice:
+            return told[1]
+        reason = "" if controller is None else controller.why(key[1])
         without = "copy_engine" if self._config.mover == "copy_engine" else "none"
         mover = "sm" if record.consumer_ctas else without
         found = choice._replace(num_consumer_ctas=record.consumer_ctas, mover=mover), reason

@@ -40,7 +40,7 @@ def decide(
     situation = state.situation(layer)  # the offer has looked at the experts anew
     if situation.is_random and not isinstance(offer.outcome, str):
         offer = Offer(state.name, RANDOM)
-    if runtime.device == "cuda":
+    if runtime.device == "cuda" and not grad:
         why_not = _why_not_fused(layer, input)
         if fault := router_fault(runtime.config, why_not, situation.dtype):
             offer = Offer(state.name, fault, unmet=True)

@@ -116,7 +116,9 @@ class TileMOELayer(MOELayer):
                 pass
             except RankFailure as failure:
                 # On every rank of the group; on CUDA a failure may be that of an earlier call.
-                if runtime.device == "cuda" or not re.search(f"{CHANGED}|{MISMATCH}", str(failure)):
+                # Ranks that have just met know all that a meeting could tell them.
+                found = re.search(f"{CHANGED}|{MISMATCH}", str(failure))
+                if runtime.device == "cuda" or meet or not found:
                     raise
             meet = True
 

@@ -63,9 +63,9 @@ class Runtime:
         """Back to before the first forward: the next one measures tokens and repairs the heap."""
         setting = self.config.max_tokens_per_rank
         self.max_tokens: int | None = None if setting == "auto" else setting
+        self.is_open = False  # the backend has its heap
         self.met = False  # a pre-flight of a forward has taken place
         self.is_prepared = False  # the backend is made, with what it runs with
-        self.is_open = False  # the backend has its heap
         self._shapes: dict[LayerShape, None] = {}  # agreed on; a set that keeps the order
         self._obstacle: Exception | None = None
 
@@ -118,9 +118,10 @@ class Runtime:
         decisions = agree(messages)
         self.met = self.met or grad is not None
         agreed = [decision for decision in decisions if isinstance(decision, LayerShape)]
-        self._shapes.update(dict.fromkeys(agreed))
+        shapes = self._shapes | dict.fromkeys(agreed)
         # By what all ranks have just agreed on, and not by what this one knows besides.
         if grad is True or not agreed:
+            self._shapes = shapes
             return decisions
         if self.max_tokens is None and tokens is not None:
             most = max(message.tokens or 0 for message in messages)
@@ -131,8 +132,13 @@ class Runtime:
                 assert self.backend is not None
                 # A group that is the whole job is always together.
                 is_all = together or not self._is_part_of_job
-                self.backend.ensure(list(self._shapes), self.max_tokens, together=is_all)
+                try:
+                    self.backend.ensure(list(shapes), self.max_tokens, together=is_all)
+                except BaseException:  # the old heap may have made room for one that does not fit
+                    self.is_open = self.is_open and self.backend.has_heap
+                    raise
             self.is_open = True
+        self._shapes = shapes
         return decisions
 
     def hear(self, failure: str, layers: str) -> str:
@@ -191,8 +197,7 @@ class Runtime:
         if self.device == "cuda":
             self.backend.check()
             self.collect()
-        cause = self.backend.failure()
-        if cause:
+        elif cause := self.backend.failure():
             raise DeadlineError(
                 f"the expert-parallel group has failed: {cause}; fix: call ds_tilemoe.apply on all"
                 " ranks, which makes a new heap"

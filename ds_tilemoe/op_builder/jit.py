@@ -238,7 +238,7 @@ def _build(recipe: Recipe, library: Path, verbose: bool) -> None:
             try:
                 for future in concurrent.futures.as_completed(done):
                     future.result()
-            except BuildError:
+            except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
         for command in recipe.link_commands(work):
@@ -276,6 +276,11 @@ def _run(recipe: Recipe, command: Sequence[str], work: Path, verbose: bool) -> N
             f"op {recipe.name}: this command took more than {COMMAND_LIMIT_S:.0f} s and was ended: "
             f"{shown}; fix: see whether the machine is out of memory"
         ) from None
+    except OSError as error:
+        raise BuildError(
+            f"op {recipe.name}: this command could not be started ({error}): {shown}; fix: see"
+            " whether the machine is out of memory or processes"
+        ) from error
     if result.returncode == 0:
         if fault := recipe.fault(result.stdout):
             raise BuildError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import time
 from typing import Any
 
@@ -149,6 +151,29 @@ def a_heap_with_graphs_does_not_grow(ctx: RankContext) -> None:
     assert "a CUDA graph has been captured with it" in same_everywhere(str(error))
     assert "max_tokens_per_rank" in str(error)
     graph.assert_right(3)
+
+
+@case
+def what_was_captured_is_what_is_read(ctx: RankContext) -> None:
+    """Not the experts of a later call, and no memory that is another's by now."""
+    moe = swap(make("swiglu", k=2))
+    graph, x = Graph([moe], 64), rows(64, HIDDEN, seed=3)
+    want = graph(x)
+    twin = copy.deepcopy(moe)
+    with torch.no_grad():
+        for parameter in twin.deepspeed_moe.experts.parameters():
+            parameter.mul_(2)
+    other = run(twin, x)[0]
+    agree("" if not torch.equal(other, want) else "the copy computes the same")
+    assert_equal(graph(x), want, "behind a call of a copy")
+    ds_tilemoe.restore(twin)
+    ds_tilemoe.restore(moe)
+    del twin, other
+    gc.collect()
+    torch.cuda.empty_cache()
+    taken = [torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    assert_equal(graph(x), want, "behind restore()")
+    del taken
 
 
 @case
