@@ -71,7 +71,7 @@ def load_config(source: object = None) -> TileOverlapConfig:
     """Reads and checks the block.
 
     Args:
-        source: a TileOverlapConfig (returned as it is); the block or a whole ds_config as a
+        source: a TileOverlapConfig; the block or a whole ds_config as a
             mapping; the path of a JSON or HJSON file of either, or its base64 text, as DeepSpeed
             takes them; a DeepSpeed engine (the ds_config it was made with); None for all defaults.
 
@@ -82,8 +82,8 @@ def load_config(source: object = None) -> TileOverlapConfig:
         ConfigError: see TileOverlapConfig; also a missing or unreadable file, a misspelt block
             name, a block inside another block.
     """
-    if isinstance(source, TileOverlapConfig):
-        return source
+    if isinstance(source, TileOverlapConfig):  # pydantic checks no model_copy(update=...)
+        return _check_block(source.model_dump(exclude_unset=True))
     if source is None:
         return _defaults("no configuration was given")
     if isinstance(source, str | Path):

@@ -17,7 +17,7 @@ from torch import nn
 from ds_tilemoe.backends.base import LayerShape
 from ds_tilemoe.config import TileOverlapConfig, load_config
 from ds_tilemoe.errors import ConfigError, DeadlineError, TileMoEError, UnsupportedLayerError
-from ds_tilemoe.layers.agreement import DISABLED, EXCLUDED, Decision, Offer
+from ds_tilemoe.layers.agreement import DISABLED, EXCLUDED, Decision, DifferentCalls, Offer
 from ds_tilemoe.layers.device_op import device_to_be, prepare_backend
 from ds_tilemoe.layers.layer_state import LayerState, first_weight
 from ds_tilemoe.layers.native import TileMOELayer, attach, release
@@ -200,7 +200,8 @@ def _agree(
         strict: this rank's setting.
 
     Raises:
-        TileMoEError: a group could not agree. Groups that this rank is in have heard of it.
+        TileMoEError: a group could not agree, or its ranks are in different calls. Groups that this
+            rank is in have heard of it.
     """
     failure: TileMoEError | None = None
     lost: set[Runtime] = set()  # nobody comes there
@@ -213,7 +214,7 @@ def _agree(
             decisions = runtime.preflight(offers, left=left)
         except TileMoEError as error:
             failure = failure or error
-            if isinstance(error, DeadlineError):
+            if isinstance(error, DeadlineError | DifferentCalls):
                 lost.add(runtime)
             continue
         for (layer, state, _), decision in zip(members, decisions, strict=True):
@@ -224,7 +225,8 @@ def _agree(
                 state.settle(decision, runtime)
                 settled.append((layer, state, decision))
     # A rank that fails in a later group puts all of its layers back, also those agreed on before.
-    for runtime, members in together.items() if len(together) > 1 else ():
+    # Peers may have groups that this rank has not.
+    for runtime, members in together.items():
         if runtime in lost:
             continue
         names = ", ".join(state.name for _, state, _ in members)
@@ -282,7 +284,9 @@ def _build_for(device: str, session: Session, entries: Sequence[LayerReport]) ->
         prepare_backend(device, session.config, alone=False)
     except Exception as error:
         session.obstacles[device] = error
-        remark = f"the {device.upper()} backend could not be built: {error}"
+        remark = str(error)
+        if not isinstance(error, ConfigError):
+            remark = f"the {device.upper()} backend could not be built: {error}"
         logger.warning("layers that are pending may keep DeepSpeed's path: %s", remark)
         for entry in entries:
             entry.reason = remark

@@ -542,7 +542,9 @@ def test_constructor_and_load_refuse_alike() -> None:
     with pytest.raises(ConfigError, match=r"tile_overlap\.tile_mm.*'tile_m'"):
         TileOverlapConfig(tile_mm=3)
     config = TileOverlapConfig(tile_m=3)
-    assert load_config(config) is config
+    assert load_config(config) == config
+    with pytest.raises(ConfigError, match=r"bands_per_segment.*got 0"):
+        load_config(config.model_copy(update={"bands_per_segment": 0}))
     assert load_config(config.model_dump()) == config
 
 

@@ -21,7 +21,13 @@ from moe_models import (
 from torch import nn
 
 import ds_tilemoe
-from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError, UnsupportedLayerError
+from ds_tilemoe.errors import (
+    BuildError,
+    ConfigError,
+    DeadlineError,
+    TileMoEError,
+    UnsupportedLayerError,
+)
 from ds_tilemoe.layers import runtime
 from ds_tilemoe.layers.native import MISMATCH, TileMOELayer
 from ds_tilemoe.testing import case, rank_tests
@@ -75,6 +81,48 @@ def layers_that_differ_behind_a_meeting(ctx):
         patch.setattr(found.backend, "_fingerprint", lambda shape: ctx.rank)
         assert MISMATCH in same_everywhere(str(raised(run, moe, x)))
     assert_close(run(moe, x)[0], oracle(moe, x))
+
+
+@case
+def a_group_that_one_rank_alone_has(ctx):
+    """Its end of apply() is no word to the others."""
+    moe, alone, x = make_moe(2, drop_tokens=False), make_moe(1), tokens(9, HIDDEN)
+    for block in (BLOCK, {}):
+        model = nn.ModuleList([moe] if ctx.rank else [moe, alone])
+        assert len(ds_tilemoe.apply(model, block).swapped) == len(model)
+        assert_close(run(moe, x)[0], oracle(moe, x))
+        ds_tilemoe.restore(model)
+
+
+@case
+def different_calls(ctx):
+    """apply() on one rank, and another layer on DeepSpeed's path, are no answers to each other."""
+    first, x = swapped(), tokens(9, HIDDEN)
+    second = make_moe(2, drop_tokens=False, seed=1)
+    model = nn.ModuleList([first, second])
+    ds_tilemoe.apply(model, BLOCK)
+    handles = [
+        moe.deepspeed_moe.experts.deepspeed_experts[0].register_forward_hook(lambda *_: None)
+        for moe in model
+    ]
+    for moe in model:
+        run(moe, x)
+        assert moe.deepspeed_moe._tile.kept is not None
+    wanted = "layer 0.deepspeed_moe on DeepSpeed's path on rank 0, layer 1.deepspeed_moe on"
+    assert wanted in same_everywhere(without_label(raised(run, model[ctx.rank], x)))
+    error = raised(ds_tilemoe.apply, model, BLOCK) if ctx.rank else raised(run, first, x)
+    wanted = "layer 0.deepspeed_moe on DeepSpeed's path on rank 0, the pre-flight on rank 1"
+    assert wanted in same_everywhere(without_label(error))
+    for handle in handles:
+        handle.remove()
+    assert len(ds_tilemoe.apply(model, BLOCK).swapped) == 2
+    assert_close(run(first, x)[0], oracle(first, x))
+
+
+def without_label(error):
+    """A TileMoEError's text behind the layer of this rank."""
+    assert isinstance(error, TileMoEError), error
+    return str(error).partition(": ")[2]
 
 
 @case

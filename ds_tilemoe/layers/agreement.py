@@ -24,6 +24,7 @@ from ds_tilemoe.errors import (
     TileMoEError,
     UnsupportedLayerError,
 )
+from ds_tilemoe.symmetric_heap import gather
 
 Decision = LayerShape | str  # a shape: our backend; text: why the layer keeps DeepSpeed's path
 
@@ -77,6 +78,10 @@ class Message:
     left: tuple[str, ...] = ()
 
 
+class DifferentCalls(TileMoEError):
+    """The ranks of a group are not in the same call, so that none may wait for the others there."""
+
+
 def agree(messages: Sequence[Message]) -> list[Decision]:
     """The decision about each offered layer; the same on every rank, from the same messages.
 
@@ -85,6 +90,7 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
 
     Raises:
         TileMoEError: ranks disagree about what runs at all: layers, grad mode, dtype.
+        DifferentCalls: some ranks are in apply(), and others in a forward.
         BuildError: a rank cannot meet an explicit choice of backend, or cannot make it.
         ConfigError: a layer cannot meet an explicit setting.
         UnsupportedLayerError: a layer would be left as it is, and a rank is strict.
@@ -110,6 +116,7 @@ def agree(messages: Sequence[Message]) -> list[Decision]:
         ["apply()" if message.grad is None else "a forward" for message in messages],
         f"layer {label}: the ranks are in different calls",
         "call ds_tilemoe.apply() on all ranks, in the same order",
+        DifferentCalls,
     )
     _demand_equal(
         ranks,
@@ -179,6 +186,40 @@ def collective(layers: str, what: str, grad: bool | None) -> Iterator[None]:
         ) from error
 
 
+def meet(
+    value: Any,
+    group: dist.ProcessGroup | None,
+    layers: str,
+    what: str,
+    grad: bool | None,
+    *,
+    call: str,
+) -> list[Any]:
+    """``value`` of every rank of the group, in rank order. A collective.
+
+    Args:
+        layers, what, grad: as of :func:`collective`.
+        call: where in the program the rank is; ranks in different calls do not take one's values
+            for the other's.
+
+    Raises:
+        DifferentCalls: on every rank.
+        DeadlineError: a peer did not come.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with collective(layers, what, grad):
+        words = gather((rank, call, value), group)
+    ranks, calls, values = zip(*words, strict=True)
+    _demand_equal(
+        ranks,
+        calls,
+        f"layer {layers}: the ranks are in different calls",
+        "call ds_tilemoe.apply() and the layers on all ranks, in the same order",
+        DifferentCalls,
+    )
+    return list(values)
+
+
 def _left(ranks: Sequence[int], messages: Sequence[Message]) -> list[str]:
     if all(message.left == messages[0].left for message in messages):
         return list(messages[0].left)
@@ -222,9 +263,15 @@ def _what_auto_stands_for(message: Message) -> dict[str, Any]:
     return {"layout": "compact", "transport": "mapped", "backend": device, "tile_m": tile_m}
 
 
-def _demand_equal(ranks: Sequence[int], values: Sequence[object], what: str, fix: str) -> None:
+def _demand_equal(
+    ranks: Sequence[int],
+    values: Sequence[object],
+    what: str,
+    fix: str,
+    error: type[TileMoEError] = TileMoEError,
+) -> None:
     if difference := _difference(ranks, values):
-        raise TileMoEError(f"{what}: {difference}; fix: {fix}")
+        raise error(f"{what}: {difference}; fix: {fix}")
 
 
 def _shape_difference(ranks: Sequence[int], shapes: Sequence[LayerShape]) -> str:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ds_tilemoe.backends.cuda_limits import router_fault
 from ds_tilemoe.errors import TileMoEError
-from ds_tilemoe.layers.agreement import Offer, collective
+from ds_tilemoe.layers.agreement import Offer, meet
 from ds_tilemoe.layers.layer_state import LayerState, Situation
 from ds_tilemoe.layers.recognise import dtype_name
 from ds_tilemoe.layers.runtime import Runtime
 from ds_tilemoe.router_rules import uncovered
-from ds_tilemoe.symmetric_heap import gather
 
 RANDOM = "dropout is active: training mode with p > 0"
 
@@ -95,9 +94,10 @@ def has_to_meet(state: LayerState, runtime: Runtime, situation: Situation) -> bo
     if state.kept is not None:
         refuse_capture(state, runtime)
         grad = torch.is_grad_enabled()
-        with collective(state.name, "the meeting of the ranks", grad):
-            meeting = runtime.meeting(is_first(state, runtime))
-            return any(gather(situation != state.kept[0], meeting))
+        meeting = runtime.meeting(is_first(state, runtime))
+        is_new, what = situation != state.kept[0], "the meeting of the ranks"
+        call = f"layer {state.name} on DeepSpeed's path"
+        return any(meet(is_new, meeting, state.name, what, grad, call=call))
     return is_first(state, runtime)
 
 

@@ -261,7 +261,8 @@ def _deepspeeds_path(
             " torch.no_grad() on all ranks to overlap",
             runtime.group,
         )
-    with collective(state.name, "DeepSpeed's own path", grad):
+    reason = "" if state.kept is None else f" (taken because of {state.kept[1]})"
+    with collective(state.name, f"DeepSpeed's own path{reason}", grad):
         return MOELayer.forward(layer, *input, **kwargs)
 
 

@@ -17,11 +17,11 @@ import ds_tilemoe
 from ds_tilemoe.backends.base import Backend, LayerShape
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import BuildError, ConfigError, DeadlineError
-from ds_tilemoe.layers.agreement import DEVICE, Decision, Message, Offer, agree, collective
+from ds_tilemoe.layers.agreement import DEVICE, Decision, Message, Offer, agree, collective, meet
 from ds_tilemoe.layers.device_op import make_backend, prepare_backend
 from ds_tilemoe.routing import Routing, route
 from ds_tilemoe.stats import LayerStats
-from ds_tilemoe.symmetric_heap import gather, host_identity
+from ds_tilemoe.symmetric_heap import host_identity
 
 logger = logging.getLogger("ds_tilemoe")
 
@@ -151,8 +151,9 @@ class Runtime:
         Raises:
             DeadlineError: a peer did not come.
         """
-        with collective(layers, "apply()", None):
-            return next(filter(None, gather(failure, self.meeting(together=True))), "")
+        meeting = self.meeting(together=True)
+        told = meet(failure, meeting, layers, "apply()", None, call="the end of apply()")
+        return next(filter(None, told), "")
 
     def route(self, gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
         """Where the tokens go: by the backend's own router, or by DeepSpeed's gate."""
@@ -265,13 +266,9 @@ class Runtime:
         return tuple((name, getattr(self.config, name)) for name in PROTOCOL) + versions
 
     def _exchange(self, message: Message, meeting: dist.ProcessGroup | None) -> list[Message]:
-        if meeting is None:
-            return [message]
-        messages: list[Any] = [None] * dist.get_world_size(meeting)
         names = ", ".join(offer.layer for offer in message.offers)
-        with collective(names, "the pre-flight", message.grad):
-            dist.all_gather_object(messages, message, group=meeting)
-        return messages
+        what = "the pre-flight"
+        return meet(message, meeting, names, what, message.grad, call=what)
 
 
 class Session:
