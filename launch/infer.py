@@ -282,7 +282,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         }
         # A continuation is any bytes, and a terminal may not have their letters.
         sys.__stdout__.reconfigure(errors="replace")
-        text = json.dumps(record) if args.json else results.show(record)
+        text = json.dumps(record, allow_nan=False) if args.json else results.show(record)
         unwritten = not tell(f"{text}\n", sys.__stdout__)
         if fault:
             complain(f"--compare: {fault}")

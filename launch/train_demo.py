@@ -7,8 +7,8 @@ Writes launch/demo/model.safetensors (fp16, under 4 MB) and prints the byte perp
 launch/demo/heldout.txt beside that of a Kneser-Ney byte trigram model fitted to the same training
 text.
 
-Exit codes: 0; 1, and no file, if the trigram model wins or the run fails; 2 for an input that is
-wrong.
+Exit codes: 0; 1, and no file, if the trigram model wins, the perplexity is not a number or the run
+fails; 2 for an input that is wrong.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def train(engine: DeepSpeedEngine, text: bytes, args: argparse.Namespace) -> Non
 
 
 def judge(engine: DeepSpeedEngine, text: bytes, out: Path) -> bool:
-    """Compare with the trigram model and write the checkpoint; True, and no file, if it loses.
+    """Compare with the trigram model and write the checkpoint; True, and no file, unless it wins.
 
     True also if stdout does not take the result.
     """
@@ -185,11 +185,11 @@ def judge(engine: DeepSpeedEngine, text: bytes, out: Path) -> bool:
         "heldout_perplexity": f"{ours:.4f}",
         "trigram_perplexity": f"{trigram:.4f}",
     }
-    lost = ours >= trigram
+    lost = not ours < trigram  # also if it is not a number
     if not lost:
         checkpoint.save(model, out, record)
     if rank() == 0:
-        outcome = "the trigram model wins: nothing written"
+        outcome = "the model does not win: nothing written"
         if not lost:
             outcome = f"wrote {out}: {out.stat().st_size} bytes, weights in fp16"
         lost |= not tell(

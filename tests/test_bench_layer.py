@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from test_bench_operator import lines, start
 
 from ds_tilemoe import reference
+from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.routing import Routing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 from benches import (
+    layer,
     layer_check,
     layer_models,
     layer_options,
@@ -32,7 +34,7 @@ from benches import (
     peers,
     ranks,
 )
-from benches.calls import Routed, hot_ratio
+from benches.calls import Routed, Sample, hot_ratio
 from benches.layer_models import EXPERT_KINDS, LayerShape
 from benches.records import BenchError
 from demo.options import InputError
@@ -342,6 +344,69 @@ def test_what_a_gpu_cannot_do_is_said_before_it_is_tried(flags, words):
         settled(flags)
 
 
+@pytest.mark.parametrize(
+    ("block", "count", "is_refused"),
+    [
+        ({"mover": "copy_engine"}, 4, True),
+        ({"mover": "copy_engine"}, 1, False),  # nothing to copy, so no counts to wait for
+        ({"dispatch": "nccl"}, 4, True),
+        ({"dispatch": "nccl"}, 1, True),
+        ({"mover": "none", "dispatch": "fused"}, 4, False),
+    ],
+)
+def test_what_no_graph_can_have_is_refused_before_any_work(block, count, is_refused):
+    parser = argparse.ArgumentParser()
+    layer_options.add_arguments(parser)
+    world = ranks.World(0, count, torch.device("cuda"), None)
+
+    def settle(*flags):
+        args = parser.parse_args(["--quick", "--block", json.dumps(block), *flags])
+        layer_options.check(args)
+        layer_options.settle(args, world)
+
+    settle("--mode", "eager")
+    if not is_refused:
+        settle()
+        return
+    words = f"--block: got '{json.dumps(block)}' beside mode graph; wanted .*; fix: --mode eager"
+    for flags in ([], ["--mode", "graph"]):
+        with pytest.raises(InputError, match=words):
+            settle(*flags)
+
+
+@pytest.mark.parametrize("bounds", [{"max_consumer_ctas": 6}, {"min_consumer_ctas": 16}])
+def test_a_sequential_layer_has_the_fastest_copy_whatever_the_bounds(bounds):
+    block = {"layout": "aligned", "mover": "none", **bounds}
+    config = TileOverlapConfig(**layer.sequential_block(block, 8))
+    assert (config.num_consumer_ctas, config.mover, config.layout) == (8, "sm", "aligned")
+    assert not config.adaptive.enabled
+    on_cpu = layer.sequential_block(block, None)
+    assert bounds.items() <= on_cpu.items()
+    assert "num_consumer_ctas" not in on_cpu
+
+
+class _Late:
+    """An operator whose host is late in all calls; ``timed`` has times all the same."""
+
+    def __init__(self, *timed):
+        sample = dict.fromkeys(Sample._fields, float("nan")) | dict.fromkeys(timed, 5.0)
+        self.sample = Sample(**sample)
+
+    def enqueue(self, variant, routing):
+        return lambda: self.sample
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("timed", [(), ("front", "gemm"), ("front", "copy")])
+def test_parts_without_a_time_are_no_bound(timed):
+    with pytest.raises(BenchError, match="a host had not launched a call before its GPU came"):
+        layer_parts._split_us(ALONE, _Late(*timed), 0)
+    found = layer_parts._split_us(ALONE, _Late("front", "gemm", "copy"), 0)
+    assert found == (5.0, 5.0, 5.0, layer_parts.COPY_CTAS[0])
+
+
 def test_strangers_that_are_named_need_a_gpu(monkeypatch):
     monkeypatch.setattr(layer_others.importlib.util, "find_spec", lambda name: object())
     parser = argparse.ArgumentParser()
@@ -421,6 +486,7 @@ def test_two_ranks(tmp_path):
     for record in found:
         wanted = {"ranks": 2, "backend": "cpu", "gpu": None, "dtype": "bfloat16", "hidden": 64}
         wanted |= {"ffn": 40, "experts": 8, "local_experts": 4, "hot_ratio": 1.0, "gemm_n": 64}
+        wanted |= {"inputs": 4, "bound_input": 0}
         assert wanted.items() <= record.items()
         assert record["settings"]["num_consumer_ctas"] == 2
         assert record["settings"]["layout"] == "aligned"

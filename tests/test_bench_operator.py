@@ -132,9 +132,9 @@ def test_the_torch_peer_does_the_same_work():
 class Clockwork:
     """The CPU operator with times that are known."""
 
-    def __init__(self):
+    def __init__(self, late=False):
         self._op, self.routings = make()
-        self._calls = 0
+        self._calls, self._late = 0, late
 
     def __getattr__(self, name):
         return getattr(self._op, name)
@@ -146,7 +146,7 @@ class Clockwork:
         total = slow.get(variant.mover, 120.0 + variant.ctas)
         nan, split = float("nan"), variant.mover == "split"
         # The copy of two CTAs is as fast as that of four, but for a hair.
-        copy = {1: 70.0, 2: 50.0, 4: 50.1}.get(variant.ctas, nan)
+        copy = nan if self._late else {1: 70.0, 2: 50.0, 4: 50.1}.get(variant.ctas, nan)
         sample = Sample(
             total=total,
             exchange=9.0 if split else nan,
@@ -162,8 +162,8 @@ class Clockwork:
         return lambda: sample
 
 
-def measured():
-    op = Clockwork()
+def measured(late=False):
+    op = Clockwork(late)
     args = argparse.Namespace(split=(1, 2, 4), mover=["sm", "none"], rounds=50)
     return Measured(args, ALONE, op, op.routings)
 
@@ -192,6 +192,11 @@ def test_record_is_arithmetic_on_the_times():
     assert other["chosen"] is False
     assert other["chosen_us"] is None
     json.dumps(record, allow_nan=False)
+
+
+def test_a_host_that_is_always_late_is_named():
+    with pytest.raises(BenchError, match="a host had not launched a call before its GPU came"):
+        measured(late=True)
 
 
 def test_a_rank_alone_has_no_overlap_to_report():

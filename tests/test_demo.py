@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
+import math
 import subprocess
 import sys
 from dataclasses import asdict
@@ -195,6 +197,15 @@ def test_checkpoint_of_another_shape_is_refused(engine, tmp_path):
         checkpoint.load(engine.module, path)
 
 
+@pytest.mark.parametrize("kept", [0, 5, 1000, -100])
+def test_a_checkpoint_that_is_cut_off_is_refused(engine, tmp_path, kept):
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes((DEMO / "model.safetensors").read_bytes()[:kept])
+    words = f"checkpoint {path}: got what cannot be read .*; wanted a whole safetensors file; fix: "
+    with pytest.raises(options.InputError, match=words):
+        checkpoint.load(engine.module, path)
+
+
 def test_a_checkpoint_is_written_whole_or_not_at_all(engine, tmp_path):
     path = tmp_path / "model.safetensors"
     with (
@@ -217,6 +228,16 @@ def test_training_that_loses_writes_nothing(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "byte perplexity of the held-out text: trigram" in done.stdout
     assert "nothing written" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("perplexity_", [math.nan, math.inf])
+def test_a_model_that_diverged_is_not_written(engine, tmp_path, monkeypatch, perplexity_):
+    monkeypatch.setattr("demo.generation.perplexity", lambda engine, text: perplexity_)
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "__stdout__", said)
+    assert train_demo.judge(engine, b"abababac" * 50, tmp_path / "model.safetensors") is True
+    assert "the model does not win: nothing written" in said.getvalue()
     assert list(tmp_path.iterdir()) == []
 
 

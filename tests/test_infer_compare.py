@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from ds_tilemoe.testing import RankContext, case, init_deepspeed, rank_tests
 
 sys.path.insert(0, str(ROOT / "launch"))
 
-from demo import checkpoint, comparison
+from demo import checkpoint, comparison, results
 from demo.generation import Reading, read_and_write
 from demo.model import ByteMoE
 from demo.model_config import ModelConfig
@@ -170,6 +172,35 @@ def test_too_many_rerouted_tokens_fail(rerouted, fails):
     record = comparison.of_world([RIGHT, RIGHT | {"rerouted": rerouted}])
     assert record["rerouted_share"] == (0.25 if fails else 0.2)
     assert ("of 20 tokens of a layer would have gone" in (record["fault"] or "")) == fails
+
+
+def record_of(mine: Reading, plain: Reading | None, backend: str) -> dict[str, Any]:
+    """As infer.py makes it, of one rank without layers."""
+    everyone = [results.of_rank(mine, plain) | {"layers": []}]
+    if plain is not None:
+        everyone[0] |= comparison.of_rank(plain, mine, mine, None, Calls())
+    record = results.of_world(everyone) | comparison.of_world(everyone if plain else [])
+    return record | {"text_before": "", "backend": backend, "dtype": "fp32"}
+
+
+@pytest.mark.parametrize("nll", [math.nan, math.inf, 1e6])
+def test_a_perplexity_that_is_no_number_is_null(nll):
+    odd = dataclasses.replace(reading(math.nan), nll=nll)
+    for plain in (None, odd):
+        record = record_of(odd, plain, "cpu")
+        json.dumps(record, allow_nan=False)
+        assert record["perplexity"] is record["perplexity_unswapped"] is None
+        shown = results.show(record)
+        assert "perplexity            not a finite number a byte" in shown
+        assert ("perplexity unswapped  not a finite number" in shown) == (plain is not None)
+
+
+def test_a_comparison_of_nothing_says_so():
+    words = "no layer was swapped: both runs are of DeepSpeed's own layers"
+    right = reading(0.0)
+    assert words in results.show(record_of(right, right, "deepspeed"))
+    assert words not in results.show(record_of(right, right, "cpu"))
+    assert words not in results.show(record_of(right, None, "deepspeed"))
 
 
 def test_the_worst_rank_is_the_one_nearest_to_its_limit():

@@ -6,8 +6,10 @@ layer. They run in turn, in a random order that all ranks share, on fresh inputs
 as the routing says. NAME_us is a call's share of a row of calls, as a model makes them: of host
 and device whichever is slower. NAME_device_us is one call of the device, all ranks together and
 launches done before; ours_host_us is how long the host takes for them. Ratios are of NAME_us, pair
-by pair. Nothing is timed before the swapped layer's output is near the unswapped one's, the same
-bits each time, and the same bits as a graph; nor beside other processes on the GPUs.
+by pair. bound_us, its parts, weights_us and hot_ratio are of one routing, that of input number
+bound_input; times are of all inputs in turn. Nothing is timed before the swapped layer's output is
+near the unswapped one's, the same bits each time, and the same bits as a graph; nor beside other
+processes on the GPUs.
 
 Other systems' layers are timed behind, in turn with ours, where they are installed: NAME_us with
 routes made before, NAME_routed_us with a plain torch router. --timeline draws one call.
@@ -137,12 +139,7 @@ def _case(
     _need_swapped(world, swapped, args.block)
     error = layer_check.check(world, swapped, plain, layers.torch, inputs[:2])
     bound = layer_parts.bound(world, shape, layers, inputs[0], routed, machine)
-    # A sequential layer has no split to learn, and its copy is the fastest there is.
-    ctas = bound["bound_combine_copy_ctas"]
-    fastest = {"num_consumer_ctas": ctas} if ctas else {}
-    ds_tilemoe.apply(
-        layers.alone, {**block, "adaptive": {"enabled": False}, "mover": "sm", **fastest}
-    )
+    ds_tilemoe.apply(layers.alone, sequential_block(block, bound["bound_combine_copy_ctas"]))
     layer_check.check_sequential(world, layers.alone, swapped, inputs[0])
     times = time_layers(args, world, layers, inputs)
     settings = _settings(swapped["nodrop"])
@@ -158,6 +155,8 @@ def _case(
         **world.fields(),
         "dtype": args.dtype,
         "routing": routing,
+        "inputs": FRESH,
+        "bound_input": 0,
         "hot_ratio": round(hot_ratio(routed.counts), 3),
         "seed": args.seed,
         "topk": shape.topk,
@@ -213,6 +212,23 @@ def _case(
             args.timeline, world, layers.observed, inputs[0], args.mode[0], block, title
         )
         args.timeline = None  # of the first case only
+
+
+def sequential_block(block: dict[str, Any], ctas: int | None) -> dict[str, Any]:
+    """A layer's block without overlap: no split to learn, and the copy is the fastest there is.
+
+    Args:
+        block: with overlap.
+        ctas: of the fastest copy, whatever the block's bounds for the overlapped one; None on a
+            CPU.
+    """
+    found = {**block, "adaptive": {"enabled": False}, "mover": "sm"}
+    if ctas is None:
+        return found
+    bounds = ("min_consumer_ctas", "max_consumer_ctas")
+    return {name: value for name, value in found.items() if name not in bounds} | {
+        "num_consumer_ctas": ctas
+    }
 
 
 def _settings(layer: Any) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def settle(args: argparse.Namespace, world: World) -> None:
     args.dtype = args.dtype or ("bfloat16" if world.on_gpu else "float32")
     if "graph" in args.mode and not world.on_gpu:
         raise wrong("--mode", "graph without a GPU", "eager", "--mode eager")
+    if "graph" in args.mode:
+        _need_capturable(world, args.block)
     if args.are_others_named and not world.on_gpu:
         got = f"{', '.join(args.others)} without a GPU"
         raise wrong("--others", got, "none of them on a CPU", "leave it out")
@@ -128,6 +130,15 @@ def settle(args: argparse.Namespace, world: World) -> None:
         raise wrong("--dtype", "float32", "bfloat16 or float16 on a GPU", "--dtype bfloat16")
     for shape in args.shape:
         _need_fitting(world, shape, DTYPES[args.dtype])
+
+
+def _need_capturable(world: World, block: dict[str, Any]) -> None:
+    """Raises InputError for a setting with which the backend refuses to be captured."""
+    refused = {"dispatch": "nccl"} | ({"mover": "copy_engine"} if world.ranks > 1 else {})
+    if named := {name: value for name, value in refused.items() if block.get(name) == value}:
+        got = f"{json.dumps(named)!r} beside mode graph"
+        wanted = "what a CUDA graph can have: no host waits for counts in it"
+        raise wrong("--block", got, wanted, "--mode eager")
 
 
 def _need_fitting(world: World, shape: LayerShape, dtype: torch.dtype) -> None:

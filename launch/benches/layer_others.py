@@ -2,9 +2,11 @@
 
 Each is built from our matrices, compared with our output and timed in a pass of its own behind
 ours, in turn with our layer. What one of them raises, on any rank, is said aloud and written into
-the record (``peers_absent``), and costs none of our numbers; only a fault that breaks the GPU's
-context ends the run. A number from a peer that was used wrongly is worse than none, so one without
-an adapter here is not called.
+the record (``peers_absent``), and costs none of our numbers. Two faults end the run, and take the
+records of their case with them, which hold ours and theirs: one that breaks the GPU's context, and
+one that a single rank has while calls are timed, as the others then wait for it until NCCL's
+timeout. A number from a peer that was used wrongly is worse than none, so one without an adapter
+here is not called.
 """
 
 from __future__ import annotations

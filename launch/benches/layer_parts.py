@@ -18,6 +18,7 @@ import ds_tilemoe
 from benches.calls import Operator, OperatorShape, Routed, Settings, Variant
 from benches.clock import slowest_us
 from benches.layer_models import Layers, LayerShape
+from benches.operator_measure import least
 from benches.peers import grouped_mm
 from benches.ranks import WARM_UP, World
 from benches.records import median, number
@@ -61,7 +62,7 @@ def bound(
     routed: Routed,
     machine: dict[str, float | None],
 ) -> dict[str, float | int | None]:
-    """bound_us and its parts. A collective.
+    """bound_us and its parts, of one routing. A collective.
 
     bound = max(dispatch copy, GEMM 1) + max(GEMM 2, combine copy) + (2TH + 4TE + 2(K+1)TH bytes) /
     copy bandwidth + fp32 logits. weights_us is the floor of few tokens: the weights of the experts
@@ -69,6 +70,9 @@ def bound(
 
     Args:
         machine: what :func:`machine` gave.
+
+    Raises:
+        BenchError: a part could not be timed, on any rank.
     """
     names = (
         "bound_us",
@@ -129,7 +133,7 @@ def _split_us(world: World, op: Operator, routing: int) -> tuple[float, float, f
         samples = [read() for read in reads[WARM_UP:]]
         times = world.reduce(np.array([[s.front, s.gemm, s.copy] for s in samples]))
         parts.append([median(column) for column in times.T])
-    front, gemm, copy = np.nanmin(parts, axis=0)
+    front, gemm, copy = least(parts)
     best = int(np.nanargmin([us for _, _, us in parts]))
     return front, gemm, copy, COPY_CTAS[best]
 

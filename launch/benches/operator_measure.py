@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from benches import peers
 from benches.calls import Operator, Routed, Sample, Variant
@@ -18,7 +19,7 @@ from benches.operator_check import (
     dense_rows,
 )
 from benches.ranks import World, shuffled
-from benches.records import median, microseconds, number, ratio
+from benches.records import BenchError, median, microseconds, number, ratio
 from ds_tilemoe.combine_plan import build_plan
 
 COPY_SPLITS = (2, 4, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128)
@@ -39,7 +40,7 @@ class Measured:
         gemm, copy: [rounds] us, GEMM 2 and the copy of its rows, each alone.
 
     Raises:
-        BenchError: a result is wrong; nothing has been timed then.
+        BenchError: a result is wrong, and nothing has been timed then; or the copy has no time.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Measured:
         parts = self._time(alone, COPY_ROUNDS)
         copy_us = {variant: median(parts[variant]["copy"]) for variant in alone}
         # Of equals the largest: the smallest that fills the link is at the edge.
-        fastest = np.nanmin(list(copy_us.values()))
+        fastest = least(list(copy_us.values()))
         self.copy_ctas = max(v.ctas for v in alone if copy_us[v] <= 1.005 * fastest)
         self._sequential = Variant("sequential", self.copy_ctas)
         self._split = Variant("split", self.copy_ctas)
@@ -159,6 +160,21 @@ class Measured:
                     samples[i, index] = elapsed
         self._torch_gemm, self._torch_sequential = self._world.reduce(samples)
         del self._peer
+
+
+def least(us: ArrayLike) -> np.ndarray:
+    """The smallest along the first axis, of times that all ranks share; NaN = not measured.
+
+    Raises:
+        BenchError: one has nothing but NaN.
+    """
+    found = np.where(np.isnan(us), np.inf, us).min(axis=0)
+    if np.isinf(found).any():
+        raise BenchError(
+            "in all rounds of a part a host had not launched a call before its GPU came to it;"
+            " wanted a host that nobody else keeps busy"
+        )
+    return found
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -31,11 +31,20 @@ def load(model: ByteMoE, path: str | Path) -> None:
     Call it after ``deepspeed.initialize``, which makes the expert-parallel groups.
 
     Raises:
-        InputError: the file is missing, lacks a tensor or holds one of another shape.
+        InputError: the file is missing, is no whole safetensors file, lacks a tensor or holds one
+            of another shape.
     """
     if not Path(path).is_file():
         wanted, fix = "a checkpoint", "launch/train_demo.py writes the demo's"
         raise wrong("checkpoint", f"no file {str(path)!r}", wanted, fix)
+    try:
+        _fill(model, path)
+    except SafetensorError as error:
+        got, wanted = f"what cannot be read ({error})", "a whole safetensors file"
+        raise wrong(f"checkpoint {path}", got, wanted, "get or train it again") from error
+
+
+def _fill(model: ByteMoE, path: str | Path) -> None:
     with safe_open(path, framework="pt") as file, torch.no_grad():
         stored = set(file.keys())
         for name, parameter in _global_parameters(model):

@@ -68,7 +68,8 @@ def of_rank(reading: Reading, plain: Reading | None) -> dict[str, Any]:
 def of_world(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     """The record that ``--json`` prints, from :func:`of_rank` of all ranks.
 
-    Tokens are counted over all ranks, times are the slowest rank's.
+    Tokens are counted over all ranks, times are the slowest rank's. A perplexity is None where it
+    is no finite number.
     """
     first = everyone[0]
     prefill_s, decode_s = (max(r[name] for r in everyone) for name in ("prefill_s", "decode_s"))
@@ -99,11 +100,14 @@ def show(record: dict[str, Any]) -> str:
     """The record as a newcomer wants to read it."""
     before = " ".join(record["text_before"].split())
     lines = [f'continuation of "... {before}":', record["text"], ""]
-    lines.append(f"perplexity            {record['perplexity']:.4f} a byte")
-    if record["perplexity_unswapped"] is not None:
-        lines.append(f"perplexity unswapped  {record['perplexity_unswapped']:.4f}")
+    lines.append(f"perplexity            {_perplexity_text(record['perplexity'])} a byte")
+    if record["tokens_per_s_unswapped"] is not None:
+        unswapped = _perplexity_text(record["perplexity_unswapped"])
+        lines.append(f"perplexity unswapped  {unswapped}")
         diff, limit = map(_number, (record["max_abs_diff"], record["max_abs_diff_limit"]))
         lines.append(f"max_abs_diff          {diff}; allowed {limit}")
+        if record["backend"] == "deepspeed":
+            lines.append("no layer was swapped: both runs are of DeepSpeed's own layers")
         if record["rerouted_share"] is not None:
             lines += [
                 f"worst layer           {_number(record['layer_diff'])} x its largest output, with"
@@ -159,8 +163,14 @@ def _number(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.2e}"
 
 
-def _perplexity(everyone: list[dict[str, Any]], key: str) -> float:
-    return math.exp(sum(r[key] for r in everyone) / sum(r["predicted"] for r in everyone))
+def _perplexity_text(value: float | None) -> str:
+    return "not a finite number" if value is None else f"{value:.4f}"
+
+
+def _perplexity(everyone: list[dict[str, Any]], key: str) -> float | None:
+    """None where it is not a number or too large for one, which JSON cannot say."""
+    nll = sum(r[key] for r in everyone) / sum(r["predicted"] for r in everyone)
+    return math.exp(nll) if nll < math.log(sys.float_info.max) else None
 
 
 def _worst(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
