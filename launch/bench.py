@@ -95,7 +95,9 @@ def _run(args: argparse.Namespace, ranks: int, rank: int) -> str:
     if (args.bench in ALONE or simulated) and ranks > 1:
         command = f"python launch/bench.py {args.bench}{' --simulate' if simulated else ''}"
         raise wrong("ranks", ranks, "one process", command)
-    args.out = args.out or records.ROOT / "docs" / "results" / f"{args.bench}.jsonl"
+    # What was computed is kept apart from what was measured.
+    name = f"{args.bench}_simulated" if simulated else args.bench
+    args.out = args.out or records.ROOT / "docs" / "results" / f"{name}.jsonl"
     named = {flag: getattr(args, flag, None) for flag in WRITTEN}
     files = {f"--{flag}": (path, WRITTEN[flag]) for flag, path in named.items() if path is not None}
     need_writable(files, appended=["--out"])
@@ -123,7 +125,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         bench = benches.add_parser(name, help=BENCHES[name])
         if name != named:
             continue  # its module is not imported: most want torch and DeepSpeed
-        if name not in ALONE:
+        if name not in ALONE and "--simulate" not in argv:
             prepare_environment()
             choose_accelerator("auto")
         module = importlib.import_module(f"benches.{name}")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -35,6 +36,7 @@ from benches import (
     contention_operator,
     contention_overhead,
     contention_plot,
+    contention_records,
     contention_study,
     ranks,
 )
@@ -200,6 +202,36 @@ def test_a_part_of_a_trial():
     assert len(trial.controller) == 6
 
 
+# -- records ----------------------------------------------------------------------------------
+
+
+def trial_of(latencies, faster):
+    """One whose variants have these latencies; static split 4 is faster than 8 by so much."""
+    us = np.array(latencies, float)
+    splits = np.full((len(us), 2), 4)
+    return Trial({4: us - faster, 8: us}, us + 1, us + 2, us + 3, us + 4, splits)
+
+
+def test_times_of_a_switch_are_of_the_calls_after_it():
+    late = contention_records.AFTER_SWITCH
+    trials = [trial_of([100] * 30 + [500] * late + [200] * 12, 10)] * 2
+    record = contention_records.switch_record(TINY, ("a", "b"), 2, 30, trials, True)
+    assert record["static_us"] == {"4": 190, "8": 200}
+    for name, us in {"best_static": 190, "controller": 201, "sequential": 202, "rule": 203}.items():
+        assert [record[f"{name}{of}_us"] for of in ("", "_p10", "_p90")] == [us] * 3
+    assert record["calls"] == 30 + late + 12
+    assert len(record["over_best_after_switch"]) == late + 12
+
+
+def test_times_of_a_trace_are_means():
+    record = contention_records.trace_record(TINY, "mixed", 2, [trial_of([9, 1, 2], 0)], (4,), True)
+    wanted = {"best_static_us": 4, "controller_us": 5, "sequential_us": 6, "rule_us": 7}
+    assert wanted.items() <= record.items()
+    without = dataclasses.replace(trial_of([9, 1, 2], 0), rule=np.full(3, np.nan))
+    record = contention_records.trace_record(TINY, "mixed", 2, [without], (4,), True)
+    assert record["rule_us"] is None
+
+
 # -- the command ------------------------------------------------------------------------------
 
 
@@ -276,6 +308,21 @@ def test_a_shape_that_was_not_measured_is_refused(tmp_path, capsys):
         (["--part", "switch", "--png", "x.png"], "--png: got it without --part steady"),
         (["--part", "mixed", "--export", "x.json"], "--export: got it without --part steady"),
         (["--part", "stead"], "--part: got 'stead'; wanted one of steady, switch, mixed, overhead"),
+        (
+            ["--part", "mixed", "--part", "switch", "--routing", "balanced"],
+            "--routing: got it without --part steady, all that it is about (mixed, switch); wanted",
+        ),
+        (
+            ["--simulate", "--part", "switch", "--routing", "balanced"],
+            "--routing: got it without --part steady, ",
+        ),
+        (["--part", "switch", "--rounds", "50"], "--rounds: got it without --part steady or mixed"),
+        (["--part", "overhead", "--seeds", "1"], "--seeds: got it without --part steady or switch"),
+        (["--part", "mixed", "--split", "4"], "--split: got it without --part steady or switch"),
+        (
+            ["--ranks", "8", "--part", "overhead"],
+            "--ranks: got 8 without --simulate; wanted both or neither; fix: deepspeed --num_gpus",
+        ),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(tmp_path, capsys, monkeypatch, flags, message):
@@ -288,6 +335,65 @@ def test_parts_that_do_not_go_together_are_refused(tmp_path, capsys, monkeypatch
     assert code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+SHAPE, OTHER = "16384,1024,4096,16,2,128", "16384,512,2048,16,2,128"
+
+
+@pytest.mark.parametrize(
+    ("flags", "got"),
+    [
+        ([], "5 shape(s) and 3 routing(s)"),
+        (["--shape", SHAPE], "1 shape(s) and 3 routing(s)"),
+        (["--shape", SHAPE, OTHER, "--routing", "balanced"], "2 shape(s) and 1 routing(s)"),
+        (["--quick", "--routing", "balanced"], "2 shape(s) and 1 routing(s)"),
+    ],
+)
+@pytest.mark.parametrize("where", [["--simulate"], []], ids=["simulated", "GPUs"])
+def test_one_export_is_of_one_choice(tmp_path, capsys, where, flags, got):
+    line = ["contention", *where, *flags, "--commit", "abc", "--out", str(tmp_path / "x.jsonl")]
+    assert bench.main([*line, "--export", str(tmp_path / "b.json")]) == 2
+    said = capsys.readouterr().err
+    assert f"--export: got {got}, each with a choice of its own; wanted one shape and" in said
+    assert "fix: name one --shape and one --routing" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--simulate", "--shape", "16385,1024,4096,16,2,128"],
+            "16385,1024,4096,16,2,128: got M 16385; wanted a multiple of TOPK, 2; fix: M 16384",
+        ),
+        (["--shape", "5,1024,4096,16,8,128"], "wanted a multiple of TOPK, 8; fix: M 8"),
+        (
+            ["--simulate", "--ranks", "2", "--shape", "15,1024,4096,1,3,128"],
+            "got TOPK 3; wanted 1 to the experts of 2 rank(s), 2; fix: lower it",
+        ),
+        (["--shape", "15,1024,4096,1,3,128"], "TOPK 3; wanted 1 to the experts of 1 rank(s), 1;"),
+        (["--simulate", "--split", "4,132"], "--split: got 132; wanted 1 to 131 SMs of this GPU;"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(tmp_path, capsys, flags, message):
+    line = ["contention", *flags, "--out", str(tmp_path / "x.jsonl"), "--commit", "abc"]
+    assert bench.main(line) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_simulated_records_have_a_file_of_their_own(tmp_path, monkeypatch):
+    """That of the GPUs is left alone."""
+    monkeypatch.setattr(bench.records, "ROOT", tmp_path)
+    out = tmp_path / "docs" / "results" / "contention_simulated.jsonl"
+    assert bench.main([*SMALL, "--part", "steady", "--routing", "balanced"]) == 0
+    assert len(out.read_text().splitlines()) == 1
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_simulation_chooses_no_backend(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "choose_accelerator", lambda backend: pytest.fail(backend))
+    assert run_bench(tmp_path, "--part", "steady", "--routing", "balanced")[0] == 0
 
 
 def test_some_parts_are_run_alone(tmp_path):
@@ -364,6 +470,33 @@ def test_quick_bounds_the_time_on_gpus(tmp_path, monkeypatch):
     assert (effort.rounds, effort.starts) == (50, list(STARTS))
 
 
+def test_quick_leaves_what_is_named(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(contention_gpus, "on_gpus", lambda *told: asked.append(told) or iter([]))
+    line = ["contention", "--out", str(tmp_path / "x"), "--commit", "abc", "--quick"]
+    assert bench.main([*line, "--rounds", "50", "--seeds", "3"]) == 0
+    assert (asked[0][3].rounds, asked[0][3].starts) == (50, [1, 131, 1])
+    more = ["--quick", "--seeds", "3", "--rounds", "44", "--part", "steady"]
+    _, (record,) = run_bench(tmp_path, *more, "--routing", "uniform")
+    assert (record["runs"], record["calls"]) == (3, 44)
+
+
+def test_a_split_that_a_gpu_cannot_have_is_refused(monkeypatch):
+    monkeypatch.setattr(ranks.World, "most_consumers", 77)
+    alone = ranks.World(0, 2, torch.device("cuda"), None)
+    monkeypatch.setattr(contention_gpus, "open_world", lambda parts: alone)
+    effort = Effort(["steady"], 40, (None,), segment=10, pairs=[], leading=1, traces=1)
+    with pytest.raises(InputError, match="--split: got 78; wanted 1 to 77 SMs of this GPU; fix:"):
+        next(contention_gpus.on_gpus([TINY], ["balanced"], (4, 78), effort))
+
+
+def test_a_command_can_be_pasted_into_a_shell(monkeypatch):
+    flags = ["layer", "--block", '{"num_consumer_ctas": 2}', "--local_rank=0", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+    wanted = """deepspeed --num_gpus 4 launch/bench.py layer --block '{"num_consumer_ctas": 2}'"""
+    assert ranks.command("layer", 4) == f"{wanted} --quick"
+
+
 class Library(ApartLibrary):
     """Counts the calls with records."""
 
@@ -385,6 +518,7 @@ def fake_gpus(rank, count, patch):
     stream = cuda_library_fake.Stream(library)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     patch.setattr(torch.cuda, "Event", Event)
+    patch.setattr(ranks.World, "most_consumers", 131)
 
     def captured(launch):
         with cuda_library_fake.capture(patch):

@@ -1,6 +1,6 @@
 """Latency against split, the controller's choice in it, and what happens when the routing switches.
 
-    python launch/bench.py contention --simulate --seeds 100 --png docs/results/contention.png
+    python launch/bench.py contention --simulate --seeds 100 --png contention_simulated.png
     deepspeed --num_gpus 4 launch/bench.py contention
     python launch/bench.py contention --part overhead
 
@@ -9,8 +9,9 @@ that adds no wave), the cost model alone, the controller from several first spli
 and "mixed" (lengths and routings in turn). With --simulate also "drift" and "bursts", and
 calibrations that are wrong by up to 30 %; on GPUs "overhead": signals and controller on against
 off, eager and as a CUDA graph. ``--part`` names some of them; on one GPU, where nothing is remote,
-there is the overhead alone. Controllers learn from each call here; in a layer, of calls below
-200 us, from one of 8.
+there is the overhead alone. Times of "switch" are of the calls after it, and those of traces are
+means. Controllers learn from each call here; in a layer, of calls below 200 us, from one of 8.
+With --simulate records go to docs/results/contention_simulated.jsonl.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from benches.contention_records import (
     trace_record,
 )
 from benches.contention_simulate import simulate
-from benches.contention_study import Trial
+from benches.contention_study import Trial, need_splits
 from benches.records import MOST_RANKS, table
 from demo.options import at_least, sizes, wrong
 from demo.outputs import whole_file
 from ds_tilemoe.config_block import BLOCK
-from ds_tilemoe.simulator import TILES, Simulator
+from ds_tilemoe.simulator import TILES, Gpu, Simulator
 
 CASES = (
     Case(16384, 8192, 2048, 16, 2, 256),
@@ -64,9 +65,20 @@ SWITCHES = (("balanced", "stress_skew"), ("stress_skew", "balanced"), ("uniform"
 STARTS = (None, 1, 24, 131)  # first splits; None = the cost model's
 QUICK_STARTS = (1, 131)
 FEWEST_SWITCHES, MOST_TRACES = 20, 20  # runs
-FEWEST_ROUNDS = SETTLE + 20
+FEWEST_ROUNDS, ROUNDS = SETTLE + 20, 60
+SEEDS, SIMULATED_RANKS = 4, 4
 SEGMENT, QUICK_SEGMENT = 16, 12  # calls behind a switch on GPUs
 MOST_GPU_TRACES = 4
+STEADY = ("steady",)
+# Flags -> the parts that they change, in the simulator and on GPUs.
+CHANGED = {
+    "png": (STEADY, STEADY),
+    "export": (STEADY, STEADY),
+    "routing": (STEADY, STEADY),
+    "rounds": (PARTS[:-1], ("steady", "mixed")),
+    "seeds": (PARTS[:-1], ("steady", "switch")),
+    "split": (PARTS[:-1], ("steady", "switch")),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,29 +89,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="repeatable; mixed has all traces; else all"
     )
-    parser.add_argument("--ranks", type=at_least(2, MOST_RANKS), default=4, help="simulated ranks")
     parser.add_argument(
-        "--seeds", type=at_least(1), default=4, help="runs of each case; first splits in turn"
+        "--ranks", type=at_least(2, MOST_RANKS), help=f"simulated ones; else {SIMULATED_RANKS}"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=at_least(1),
+        help=f"runs of each case, else {SEEDS}; first splits in turn; simulated, a switch has"
+        f" {FEWEST_SWITCHES} or more, a trace at most {MOST_TRACES}",
     )
     parser.add_argument(
         "--shape", **several, type=sizes(names), metavar=names, help="several (else the study's)"
     )
-    parser.add_argument("--routing", action="append", choices=[*ROUTINGS, "uniform"])
+    parser.add_argument(
+        "--routing", action="append", choices=[*ROUTINGS, "uniform"], help="steady ones; repeatable"
+    )
     parser.add_argument("--split", type=sizes("..."), metavar="C,C,...", help="static ones")
     parser.add_argument(
         "--rounds",
         type=at_least(FEWEST_ROUNDS),
-        default=60,
-        help=f"calls of each run, {FEWEST_ROUNDS} or more",
+        help=f"calls of each run, {FEWEST_ROUNDS} or more; else {ROUNDS}",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"{FEWEST_ROUNDS} rounds, 2 runs; what is not named: 2 shapes and 8 splits; on GPUs a"
-        " pair of routings switched",
+        help=f"of what is not named: {FEWEST_ROUNDS} rounds, {len(QUICK_STARTS)} runs, 2 shapes and"
+        " 8 splits; on GPUs one pair of routings is switched, and one trace run",
     )
     parser.add_argument("--png", type=Path, help="draw it; needs matplotlib")
-    parser.add_argument("--export", type=Path, help="write the choices as a config block")
+    parser.add_argument(
+        "--export", type=Path, help="write the choice of one shape and routing as a config block"
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -110,18 +130,61 @@ def check(args: argparse.Namespace) -> None:
     """
     if args.simulate and OVERHEAD in (args.part or ()):
         raise wrong("--part", OVERHEAD, "a part that can be simulated", "leave out --simulate")
-    if args.part and "steady" not in args.part:
-        for flag in ("png", "export"):
-            if getattr(args, flag) is not None:
-                got = f"it without --part steady, whose results it shows ({' '.join(args.part)})"
-                raise wrong(f"--{flag}", got, "both or neither", "add --part steady")
+    parts = _parts(args)
+    for flag, (simulated, measured) in CHANGED.items():
+        changed = simulated if args.simulate else measured
+        if getattr(args, flag) is not None and not set(changed) & set(parts):
+            got = f"it without --part {' or '.join(changed)}, all that it is about"
+            fix = f"leave it out, or add --part {changed[0]}"
+            raise wrong(f"--{flag}", f"{got} ({', '.join(parts)})", "both or neither", fix)
+    if args.ranks is not None and not args.simulate:
+        fix = f"deepspeed --num_gpus {args.ranks} launch/bench.py contention, or add --simulate"
+        raise wrong("--ranks", f"{args.ranks} without --simulate", "both or neither", fix)
+    cases, routings = _cases(args), _routings(args)
+    if args.export is not None and len(cases) * len(routings) > 1:
+        got = f"{len(cases)} shape(s) and {len(routings)} routing(s), each with a choice of its own"
+        fix = "name one --shape and one --routing"
+        raise wrong("--export", got, "one shape and one routing", fix)
     if args.png is not None:
         plot.need_matplotlib()
-    for case in (Case(*shape) for shape in args.shape or () if args.simulate):
-        if (case.tile_n, case.n, case.k) not in TILES:
-            got = f"N {case.n} K {case.k} tile_n {case.tile_n}"
-            known = ", ".join(f"N {n} K {k} tile_n {t}" for t, n, k in TILES)
-            raise wrong("--shape", got, "one that was measured", f"take one of {known}")
+    for case in cases:
+        _need_fitting(case, args)
+    if args.simulate:
+        need_splits(args.split or (), Gpu().sms - 1)
+
+
+def _need_fitting(case: Case, args: argparse.Namespace) -> None:
+    """Raises InputError for a shape that these ranks, or the simulator, cannot have."""
+    flag = f"--shape {','.join(map(str, case))}"
+    if left := case.m % case.topk:
+        fix = f"M {case.m - left or case.topk}"
+        raise wrong(flag, f"M {case.m}", f"a multiple of TOPK, {case.topk}", fix)
+    ranks = _ranks(args) if args.simulate else int(os.environ.get("WORLD_SIZE", 1))
+    experts = case.local_experts * ranks
+    if case.topk > experts:
+        wanted = f"1 to the experts of {ranks} rank(s), {experts}"
+        raise wrong(flag, f"TOPK {case.topk}", wanted, "lower it")
+    if args.simulate and (case.tile_n, case.n, case.k) not in TILES:
+        got = f"N {case.n} K {case.k} tile_n {case.tile_n}"
+        known = ", ".join(f"N {n} K {k} tile_n {t}" for t, n, k in TILES)
+        raise wrong("--shape", got, "one that was measured", f"take one of {known}")
+
+
+def _parts(args: argparse.Namespace) -> list[str]:
+    return list(dict.fromkeys(args.part or (PARTS[:-1] if args.simulate else PARTS)))
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    named = [Case(*shape) for shape in dict.fromkeys(args.shape or ())]
+    return named or list(QUICK_CASES if args.quick else CASES)
+
+
+def _routings(args: argparse.Namespace) -> list[str]:
+    return list(dict.fromkeys(args.routing or ROUTINGS))
+
+
+def _ranks(args: argparse.Namespace) -> int:
+    return args.ranks or SIMULATED_RANKS
 
 
 COLUMNS = (
@@ -138,12 +201,9 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     Raises: what ``contention_gpus.on_gpus`` raises.
     """
-    if args.quick:
-        args.rounds, args.seeds = FEWEST_ROUNDS, len(QUICK_STARTS)
-    named = [Case(*shape) for shape in args.shape or ()]
-    parts = list(dict.fromkeys(args.part or (PARTS[:-1] if args.simulate else PARTS)))
-    cases = named or (QUICK_CASES if args.quick else CASES)
-    routings = args.routing or list(ROUTINGS)
+    args.rounds = args.rounds or (FEWEST_ROUNDS if args.quick else ROUNDS)
+    args.seeds = args.seeds or (len(QUICK_STARTS) if args.quick else SEEDS)
+    parts, cases, routings = _parts(args), _cases(args), _routings(args)
     splits = args.split or (QUICK_SPLITS if args.quick else SPLITS)
     drawn: list[dict[str, Any]] = []
     writes = int(os.environ.get("RANK", 0)) == 0  # every rank has all records
@@ -168,7 +228,7 @@ def _simulated(
     routings: Sequence[str],
     splits: Sequence[int],
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
-    ranks = args.ranks
+    ranks = _ranks(args)
     starts = QUICK_STARTS if args.quick else STARTS
     for case in cases:
         simulators = {case.tokens: Simulator(case.problem(ranks))}

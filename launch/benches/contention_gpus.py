@@ -34,7 +34,7 @@ from benches.contention_records import (
     switch_record,
     trace_record,
 )
-from benches.contention_study import Trial, drive
+from benches.contention_study import Trial, drive, need_splits
 from benches.ranks import World
 
 PAIRS = (("balanced", "stress_skew"), ("uniform", "moderate_skew"))  # switched back and forth
@@ -77,10 +77,11 @@ def on_gpus(
     """The studies of every case; every rank makes all records.
 
     Raises:
-        InputError: no GPUs, or too few for a part.
+        InputError: no GPUs, or too few for a part, or too few SMs for a split.
         BenchError: another process computes there, or a result is wrong.
     """
     world = open_world(effort.parts)
+    need_splits(splits, world.most_consumers)
     starts = len(effort.starts)
     runs_of = (starts * len(routings), starts * len(effort.pairs), effort.traces, 1)
     runs = sum(n for part, n in zip(PARTS, runs_of, strict=True) if part in effort.parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from benches.contention_calls import Case
 from benches.contention_study import CLOSE, Trial, is_close
 from benches.records import cpu_name, microseconds, number, ratio
 from ds_tilemoe.controller import Controller
+from ds_tilemoe.simulator import Floats
 
 OVERHEAD = "overhead"
 PARTS = ("steady", "switch", "mixed", OVERHEAD)  # of the bench; traces are the third
@@ -40,8 +41,14 @@ def shape_fields(case: Case, routing: str, ranks: int) -> dict[str, Any]:
 
 
 def _fields(
-    case: Case, routing: str, ranks: int, trials: Sequence[Trial], simulated: bool
+    case: Case,
+    routing: str,
+    ranks: int,
+    trials: Sequence[Trial],
+    simulated: bool,
+    summary: Callable[[str, Floats], dict[str, float | None]] = microseconds,
 ) -> dict[str, Any]:
+    """``summary``: makes fields of a name and the times of all calls, in us."""
     first = trials[0]
     every = {c: np.concatenate([t.static[c] for t in trials]) for c in first.static}
     best = min(every, key=lambda c: every[c].mean())
@@ -52,10 +59,14 @@ def _fields(
         "calls": len(first.controller),
         "static_us": {str(c): round(float(us.mean()), 2) for c, us in sorted(every.items())},
         "best_static_split": best,
-        **microseconds("best_static", every[best]),
-        **microseconds("rule", np.concatenate([t.rule for t in trials])),
-        **microseconds("sequential", np.concatenate([t.sequential for t in trials])),
+        **summary("best_static", every[best]),
+        **summary("rule", np.concatenate([t.rule for t in trials])),
+        **summary("sequential", np.concatenate([t.sequential for t in trials])),
     }
+
+
+def _mean(name: str, us: Floats) -> dict[str, float | None]:
+    return {f"{name}_us": number(us.mean())}
 
 
 def steady_record(
@@ -125,8 +136,9 @@ def switch_record(
     trials: Sequence[Trial],
     simulated: bool,
 ) -> dict[str, Any]:
-    """Medians over runs per call after a switch at call ``at``."""
-    after = slice(at + AFTER_SWITCH, None)
+    """Medians over runs per call after a switch at call ``at``. Times ``NAME_us`` and ``static_us``
+    are of the calls from the ``AFTER_SWITCH``th behind it on."""
+    after = [trial.part(slice(at + AFTER_SWITCH, None)) for trial in trials]
     over_best = []
     for trial in trials:
         best = trial.static[trial.best_split(slice(at, None))]
@@ -134,10 +146,11 @@ def switch_record(
     over = np.median(over_best, axis=0)
     sequential = np.median([(t.controller / t.sequential)[at:] for t in trials], axis=0)
     settled = [i for i in range(len(over)) if over[i:].max() <= 1 + CLOSE + 0.01]
-    return _fields(case, "->".join(routings), ranks, trials, simulated) | {
+    return _fields(case, "->".join(routings), ranks, after, simulated) | {
         "study": "switch",
+        "calls": len(trials[0].controller),
         "switch_at": at,
-        **microseconds("controller", np.concatenate([t.controller[after] for t in trials])),
+        **microseconds("controller", np.concatenate([t.controller for t in after])),
         "controller_split": trials[0].splits[-1].tolist(),
         "over_best_after_switch": [round(float(x), 4) for x in over],
         "iterations_to_settle": settled[0] if settled else None,
@@ -153,14 +166,16 @@ def trace_record(
     told: Sequence[int],
     simulated: bool,
 ) -> dict[str, Any]:
-    """Totals of input that does not stand still against those of single static splits.
+    """Totals of input that does not stand still against those of single static splits. Times
+    ``NAME_us`` are means over all calls, as lengths are mixed.
 
     Args:
         told: the splits whose worst run is told.
     """
     totals = [{c: t.static[c].sum() / t.controller.sum() for c in t.static} for t in trials]
-    return _fields(case, study, ranks, trials, simulated) | {
+    return _fields(case, study, ranks, trials, simulated, _mean) | {
         "study": study,
+        **_mean("controller", np.concatenate([t.controller for t in trials])),
         "static_over_controller": {
             str(c): round(float(np.median([t[c] for t in totals])), 4) for c in totals[0]
         },

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benches.contention_calls import Calls, Counts
+from demo.options import wrong
 from ds_tilemoe.controller import Controller, Limits, Observation
 from ds_tilemoe.cost_model import Choice, Machine, Work
 from ds_tilemoe.simulator import Floats
@@ -64,8 +65,7 @@ class Trial:
         rule: [S], by the largest split that adds no wave and fits the link.
         open_loop: [S], by the cost model as calibrated, without feedback; NaN where it was not run.
         splits: the controller's, of each driven rank, [S, ranks].
-        changes: of all driven ranks, with their reasons.
-        controllers: as they are after the trial.
+        controllers: of each driven rank, as they are after the trial.
     """
 
     static: dict[int, Floats]
@@ -123,6 +123,19 @@ def is_close(excess: tuple[float, float]) -> bool:
 def static_choice(split: int) -> Choice:
     """The same for all ranks."""
     return Choice(split, STATIC_TAIL_WAVES, 1, "sm" if split else "none")
+
+
+def need_splits(splits: Sequence[int], most: int) -> None:
+    """The GPU holds a producer beside the consumers.
+
+    Args:
+        most: its SMs but one.
+
+    Raises:
+        InputError: a split is larger.
+    """
+    if (largest := max(splits, default=0)) > most:
+        raise wrong("--split", largest, f"1 to {most} SMs of this GPU", "leave it out")
 
 
 def drive(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -166,10 +167,10 @@ def join() -> World:
 
 
 def command(bench: str, ranks: int | str) -> str:
-    """How ``bench`` is started on ``ranks`` ranks, with this process's other flags."""
+    """How a shell starts ``bench`` on ``ranks`` ranks, with this process's other flags."""
     flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     flags = flags[1:] if flags[:1] == [bench] else []
-    return " ".join(["deepspeed", "--num_gpus", str(ranks), "launch/bench.py", bench, *flags])
+    return shlex.join(["deepspeed", "--num_gpus", str(ranks), "launch/bench.py", bench, *flags])
 
 
 def shuffled(items: int, rounds: int, seed: int) -> Iterator[tuple[int, list[int]]]:
