@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from protocol_runs import Run, draw_ids, ready, rows_of, shape_of
 
+from ds_tilemoe.backends import cpu
 from ds_tilemoe.backends.cpu import CpuBackend
 from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.controller import Controller
@@ -33,12 +34,16 @@ def calls(ctx, run, count, delay_us=0):
 
 @case
 def backlog_moves_the_split_and_no_value(ctx):
-    run = ready(ctx, 120, room=120, shape=shape_of(ctx.world, 64), max_consumer_ctas=MOST)
-    controller = run.backend.controller(run.shape)
-    log, observe = [], controller.observe
-    controller.observe = lambda seen: (log.append(seen), observe(seen))
-    # A consumer sleeps before each chunk, the producer before each tile: there are more chunks.
-    splits = calls(ctx, run, CALLS, delay_us=400)
+    log = []
+    with pytest.MonkeyPatch.context() as patch:
+        # A consumer sleeps before each chunk, the producer before each tile: ten times as often,
+        # so that it is behind also where other processes have the producer wait for a core.
+        patch.setattr(cpu, "_CHUNK_BYTES", 1)
+        run = ready(ctx, 120, room=120, shape=shape_of(ctx.world, 64), max_consumer_ctas=MOST)
+        controller = run.backend.controller(run.shape)
+        observe = controller.observe
+        patch.setattr(controller, "observe", lambda seen: (log.append(seen), observe(seen)))
+        splits = calls(ctx, run, CALLS, delay_us=400)
     assert splits[0] == 1
     assert set(splits) <= set(range(1, MOST + 1)), splits
     moved = [None] * ctx.world
