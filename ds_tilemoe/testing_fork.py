@@ -20,7 +20,7 @@ def main() -> None:
     """``python -m ds_tilemoe.testing_fork TARGET FOLDER CASE_LIMIT_S [ARGS]``."""
     target, folder = sys.argv[1], Path(sys.argv[2])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    can_share = os.environ["DS_ACCELERATOR"] == "cpu" and _is_imported(target)
+    can_share = os.environ["DS_ACCELERATOR"] == "cpu" and _import_cases(target)
     ranks: dict[int, int] = {}
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
@@ -34,11 +34,11 @@ def main() -> None:
         ranks[pid] = rank
     while ranks:
         pid, status = os.wait()
-        write_whole(folder / f"{ranks.pop(pid)}.code", str(os.waitstatus_to_exitcode(status)))
+        _write_whole(folder / f"{ranks.pop(pid)}.code", str(os.waitstatus_to_exitcode(status)))
 
 
-def _is_imported(target: str) -> bool:
-    """Imports the cases; False where a fork could not go on with them."""
+def _import_cases(target: str) -> bool:
+    """False where a fork could not go on with them."""
     try:
         testing_rank.cases_of_target(target)
     except BaseException:
@@ -48,8 +48,8 @@ def _is_imported(target: str) -> bool:
 
 def _become(rank: int, folder: Path) -> None:
     """This process is a rank from now on, with a session, environment and outputs of its own."""
-    write_whole(folder / f"{rank}.pid", str(os.getpid()))  # behind setsid no group holds all
-    os.setsid()
+    _write_whole(folder / f"{rank}.pid", str(os.getpid()))
+    os.setsid()  # until here a kill of the starter's group ends it, and from here on its own
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     for stream, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -57,7 +57,7 @@ def _become(rank: int, folder: Path) -> None:
         os.close(file)
 
 
-def write_whole(path: Path, text: str) -> None:
+def _write_whole(path: Path, text: str) -> None:
     """A reader finds all of it or no file."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)

@@ -183,24 +183,28 @@ def test_an_import_that_fails_is_told_by_every_rank(tmp_path: Path) -> None:
         assert not result.cases
 
 
-def test_an_import_that_ends_the_process_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "timeout_s", "told"),
+    [
+        ("print('here', flush=True)\nos._exit(7)", 60, r"no ranks \[0, 1\]\nhere\n"),
+        (
+            "def asleep():\n    time.sleep(600)\nasleep()",
+            4,
+            r"ranks \[0, 1\] still ran after 4 s\n(.|\n)*in asleep",
+        ),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_an_import_that_does_not_come_back_is_told(
+    tmp_path: Path, lines: str, timeout_s: float, told: str
+) -> None:
     source = write(
-        tmp_path / "ends_at_import.py",
-        "import os\nfrom ds_tilemoe.testing import case\nprint('here', flush=True)\nos._exit(7)\n"
+        tmp_path / "never_imported.py",
+        f"import os, time\nfrom ds_tilemoe.testing import case\n{lines}\n"
         "@case\ndef never(ctx):\n    pass\n",
     )
-    with pytest.raises(RanksError, match=r"no ranks \[0, 1\]\nhere\n"):
-        run_ranks(source, 2, timeout_s=60)
-
-
-def test_an_import_that_hangs_is_told_with_its_stack(tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "hangs_at_import.py",
-        "import time\nfrom ds_tilemoe.testing import case\ndef asleep():\n    time.sleep(600)\n"
-        "asleep()\n@case\ndef never(ctx):\n    pass\n",
-    )
-    with pytest.raises(RanksError, match=r"ranks \[0, 1\] still ran after 4 s\n(.|\n)*in asleep"):
-        run_ranks(source, 2, timeout_s=4)
+    with pytest.raises(RanksError, match=told):
+        run_ranks(source, 2, timeout_s=timeout_s)
 
 
 def test_cases_whose_import_leaves_a_thread(tmp_path: Path) -> None:

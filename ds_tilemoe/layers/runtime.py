@@ -149,6 +149,7 @@ class Runtime:
             layers: names, for the message.
 
         Raises:
+            DifferentCalls: its ranks are not all in apply().
             DeadlineError: a peer did not come.
         """
         meeting = self.meeting(together=True)
