@@ -29,7 +29,6 @@ from ds_tilemoe.layers.survey import (
     moe_layers,
     native_layers,
     refused_engine,
-    session_of,
     sessions_of,
     state_for,
 )
@@ -51,8 +50,8 @@ def apply(
     After ``deepspeed.initialize`` the ranks of each expert-parallel group decide together, here.
     Before it, layers are reported as pending and the first forward decides; what they need is
     compiled here, and ``enabled`` and ``layers`` have to be the same on all ranks. Calling it again
-    with the same settings changes nothing, reports how things stand, and makes a new heap at the
-    next forward if the old one has failed or was too small; with other settings it swaps anew.
+    begins anew: experts are examined, and the next forward makes a new heap, also where the old one
+    has failed or was too small. With the same settings ``stats`` go on counting.
 
     Args:
         engine_or_model: a DeepSpeed engine or any module.
@@ -147,10 +146,9 @@ def _swap(
     A rank with a reason against all layers (``unwanted``) brings it to the meeting of each group
     like any other: a rank that did not come would leave its peers waiting.
     """
-    session = session_of(model, settings)
-    session.obstacles.clear()
-    for known in session.runtimes():
-        known.reset()
+    # Never one from before: a copy of the model may go on with that, and where settings differ from
+    # rank to rank, one rank would find one and another would not.
+    session = Session(settings)
     # Native layers get their own report below; a dict keeps the place of its first entry.
     reports = {name: LayerReport(name, NOT_SUPPORTED, reason) for name, reason in moe_layers(model)}
     together: dict[Runtime, list[Member]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 
 import pytest
 import torch
@@ -81,16 +82,20 @@ def test_swap_in_place_and_back():
     assert "_tile" not in vars(layers[0])
 
 
-def test_apply_twice_changes_nothing():
+def test_apply_twice():
     moe, x = make_moe(drop_tokens=False), tokens(9, HIDDEN)
     first = ds_tilemoe.apply(moe)
     state, y = moe.deepspeed_moe._tile, run(moe, x)[0]
+    (runtime,) = state.session.runtimes()
+    old, stats = weakref.ref(runtime.backend), state.stats
+    del state, runtime
     assert str(ds_tilemoe.apply(moe)) == str(first)
-    assert moe.deepspeed_moe._tile is state
+    assert old() is None, "its heap goes before the new one comes"
     assert torch.equal(run(moe, x)[0], y)
+    assert moe.deepspeed_moe._tile.stats is stats and stats.calls == 2
     ds_tilemoe.apply(moe, {"layout": "aligned"})
-    assert moe.deepspeed_moe._tile is not state
     assert_close(run(moe, x)[0], y)
+    assert moe.deepspeed_moe._tile.stats.calls == 1, "of other settings"
 
 
 def test_report_as_text():

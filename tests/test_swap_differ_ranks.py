@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 
 import pytest
@@ -92,6 +93,18 @@ def a_group_that_one_rank_alone_has(ctx):
         assert len(ds_tilemoe.apply(model, block).swapped) == len(model)
         assert_close(run(moe, x)[0], oracle(moe, x))
         ds_tilemoe.restore(model)
+
+
+@case
+def settings_that_one_rank_changes_later(ctx):
+    """Those that may differ, while a copy goes on with what it has."""
+    moe, x = swapped(), tokens(9, HIDDEN)
+    run(moe, x)
+    twin = copy.deepcopy(moe)
+    want = run(twin, x)[0]
+    assert ds_tilemoe.apply(moe, {**BLOCK, "stats": ctx.rank == 0}).swapped
+    for layer in (twin, moe, twin):
+        assert torch.equal(run(layer, x)[0], want)
 
 
 @case

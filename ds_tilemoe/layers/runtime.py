@@ -56,18 +56,13 @@ class Runtime:
         self.backend: Backend | None = None
         self._sinks: dict[str, LayerStats] = {}
         self._calls = 0
-        self.reset()
-        self._obstacle = obstacle
-
-    def reset(self) -> None:
-        """Back to before the first forward: the next one measures tokens and repairs the heap."""
-        setting = self.config.max_tokens_per_rank
+        setting = config.max_tokens_per_rank
         self.max_tokens: int | None = None if setting == "auto" else setting
         self.is_open = False  # the backend has its heap
         self.met = False  # a pre-flight of a forward has taken place
         self.is_prepared = False  # the backend is made, with what it runs with
         self._shapes: dict[LayerShape, None] = {}  # agreed on; a set that keeps the order
-        self._obstacle: Exception | None = None
+        self._obstacle = obstacle
 
     def meeting(self, together: bool) -> dist.ProcessGroup | None:
         """The ranks that decide: the group; on CUDA, where new memory takes every rank of the job,

@@ -86,27 +86,17 @@ def _why_not(module: nn.Module) -> str:
 
 
 def state_for(name: str, layer: MOELayer, session: Session, parent: MoE | None) -> LayerState:
-    """The layer's state if it has this Session, as new but for what others hear and count; else
-    another one."""
-    state = getattr(layer, "_tile", None)
-    if state is not None and state.session is session:
-        state.forget()
-        state.name = state.stats.name = name  # another root may call it otherwise
-        return state
+    """A new state for the layer. What waits for a decision, and what has been counted with these
+    settings, stay with the layer."""
     tensor_parallel = parent is not None and parent.enable_expert_tensor_parallelism
     fresh = LayerState(name, session, tensor_parallel)
-    if state is not None:
-        fresh.listeners = state.listeners  # earlier reports hear what is decided now
+    before = getattr(layer, "_tile", None)
+    if before is not None:
+        fresh.listeners = before.listeners  # earlier reports hear what is decided now
+        if before.session.config == session.config:
+            fresh.stats = before.stats
+            fresh.stats.name = name  # another root may call it otherwise
     return fresh
-
-
-def session_of(model: nn.Module, settings: TileOverlapConfig) -> Session:
-    """That of a layer which was swapped with the same settings; else a new one."""
-    for module in model.modules():
-        state = getattr(module, "_tile", None) if isinstance(module, TileMOELayer) else None
-        if state is not None and state.session.config == settings:
-            return state.session
-    return Session(settings)
 
 
 def sessions_of(engine_or_model: Any) -> list[Session]:
