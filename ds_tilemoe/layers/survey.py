@@ -13,7 +13,6 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_tilemoe.config import TileOverlapConfig
 from ds_tilemoe.errors import UnsupportedLayerError
 from ds_tilemoe.layers.layer_state import LayerState
 from ds_tilemoe.layers.native import TileMOELayer
