@@ -62,11 +62,13 @@ __device__ inline void fail_group(const RankView& view, const ErrorRecord& recor
     if (!claim_failure(&failure.claimed)) {
       // Whoever has claimed it is about to raise it: behind this every block has failed, with its
       // record, so that a rank that goes on with what did not come cannot be believed by a third.
+      // One that has died in between never raises it, and then it is done here.
       const uint64_t start = now_ns();
-      while (!read_failure(&failure.code) &&
+      bool raised;
+      while (!(raised = read_failure(&failure.code)) &&
              now_ns() - start < static_cast<uint64_t>(view.wait_timeout_ns)) {
       }
-      continue;
+      if (raised) continue;
     }
     failure.record = record;
     raise_failure(&failure.code);

@@ -56,7 +56,11 @@ cudaError_t refuse(const CombineParams* params) {
 cudaError_t tilemoe_combine_launch(const CombineParams* params, cudaStream_t stream) {
   cudaError_t error = refuse(params);
   if (error != cudaSuccess) return error;
-  const auto good = [&error](cudaError_t result) { return (error = result) == cudaSuccess; };
+  // Keeps the first error.
+  const auto good = [&error](cudaError_t result) {
+    if (error == cudaSuccess) error = result;
+    return error == cudaSuccess;
+  };
   const bool put = params->transport == Transport::put;
   const bool sequential = params->mover == Mover::sequential;
   const int32_t ctas = params->num_consumer_ctas;
@@ -90,19 +94,21 @@ cudaError_t tilemoe_combine_launch(const CombineParams* params, cudaStream_t str
                                     fixed ? params->sms - ctas : params->sms, stream))) {
     return error;
   }
-  if (beside && !(good(ship(ctas, false, side)) && good(cudaEventRecord(params->end, side)))) {
-    return error;
+  // From here on the other streams are joined whatever comes: the next call writes where they read.
+  if (beside) {
+    good(ship(ctas, false, side));
+    good(cudaEventRecord(params->end, side));
   }
-  // In front of scale, which a host that launches one kernel at a time would wait for, and so for
-  // the peers' copies.
-  if (engine != nullptr && !good(queue_engine_copies(*engine, producer.ship, nullptr))) {
-    return error;
+  // The engine's copies are in front of scale, which a host that launches one kernel at a time
+  // would wait for, and so for the peers' copies. Where rows are put, a second consumer takes the
+  // drain's place: whatever the one beside the producer has not claimed. Scale needs this rank's
+  // GEMM 2 and its peers' rows, not this rank's consumer.
+  if (error == cudaSuccess &&
+      (engine == nullptr || good(queue_engine_copies(*engine, producer.ship, nullptr))) &&
+      (!sequential || good(ship(ctas, false, stream))) &&
+      (!put || sequential || good(ship(params->sms, true, stream)))) {
+    good(tilemoe_scale_launch(&scale, stream));
   }
-  if (sequential && !good(ship(ctas, false, stream))) return error;
-  // In the drain's place: whatever the consumer beside the producer has not claimed.
-  if (put && !sequential && !good(ship(params->sms, true, stream))) return error;
-  // Scale needs this rank's GEMM 2 and its peers' rows, not this rank's consumer.
-  if (!good(tilemoe_scale_launch(&scale, stream))) return error;
   if (engine != nullptr) good(join_engine_copies(*engine, stream));
   if (beside) good(cudaStreamWaitEvent(stream, params->end, 0));
   return error;

@@ -207,23 +207,27 @@ cudaError_t plan_engine_copies(CopyEngine& engine, int64_t row_bytes) {
 
 cudaError_t queue_engine_copies(CopyEngine& engine, const ShipParams& ship, cudaEvent_t behind) {
   cudaError_t error = cudaSuccess;
-  const auto good = [&error](cudaError_t result) { return (error = result) == cudaSuccess; };
+  // Keeps the first error.
+  const auto good = [&error](cudaError_t result) {
+    if (error == cudaSuccess) error = result;
+    return error == cudaSuccess;
+  };
   const std::byte* const flags = half_of(engine.view, engine.epoch) + sizeof(Half);
   const auto* const from = static_cast<const std::byte*>(ship.rows);
   for (const PeerCopies& peer : engine.plan.peers) {
     const auto& [stream, end] = engine.peer_of(peer.owner);
     std::byte* const to = engine.blocks[peer.owner] + engine.view.offsets.recv;
-    if (behind != nullptr && !good(cudaStreamWaitEvent(stream, behind, 0))) return error;
+    if (behind != nullptr) good(cudaStreamWaitEvent(stream, behind, 0));
     for (const EngineCopy& copy : peer.copies) {
-      if (!good(await_bands(stream, flags, copy.bands, ship.n_tiles)) ||
-          !good(move_rows(copy, from, to, ship.row_bytes, stream))) {
-        return error;
-      }
+      if (error != cudaSuccess) break;
+      good(await_bands(stream, flags, copy.bands, ship.n_tiles)) &&
+          good(move_rows(copy, from, to, ship.row_bytes, stream));
     }
-    if (!good(write_arrivals(stream, engine.arrivals(peer.owner), peer.rows)) ||
-        !good(cudaEventRecord(end, stream))) {
-      return error;
+    if (error == cudaSuccess) {
+      good(write_arrivals(stream, engine.arrivals(peer.owner), peer.rows));
     }
+    // Behind an error too: to join is to wait for what was queued.
+    if (!good(cudaEventRecord(end, stream))) return error;
   }
   return error;
 }

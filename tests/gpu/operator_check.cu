@@ -557,6 +557,8 @@ int main(int argc, char** argv) {
   if (part == "all" || part == "splits") splits_of_a_graph(seed);
   if (part == "all" || part == "failures") {
     hogs_and_graphs(seed);
+    refused_launch(seed);
+    half_raised_failure(seed);
     failure_cases(seed);
   }
   std::printf("%d checks failed\n", failures);

@@ -1,6 +1,9 @@
 // Calls that end badly, and the call behind each.
 #pragma once
 
+#include <unistd.h>
+
+#include <atomic>
 #include <chrono>
 
 #include "operator_checked.cuh"
@@ -243,6 +246,62 @@ inline void failure_cases(uint64_t seed) {
   group[0].exchange.plan.capacity.chunks = chunks;
   group.reset();
   good_call("a plan that does not fit");
+  free_routings(routings);
+}
+
+// A launch that is refused behind the producer's: what runs beside it is joined all the same.
+inline void refused_launch(uint64_t seed) {
+  Shape shape{1, 4, 2, 512, 128, 256};
+  std::mt19937_64 random(seed);
+  Checked<__nv_bfloat16> checked(shape);
+  Rank& rank = checked.group[0];
+  rank.use();
+  std::vector<std::vector<Routing>> routings(1);
+  routings[0].push_back(make_routing(shape, shape.max_tokens, {}, 0.0, random));
+  checked.group.launch_exchange(rank, routings[0][0], 4);
+  checked.fill(rank);
+  std::atomic<bool> ended = false;
+  const auto delay = [](void* word) {
+    usleep(300'000);
+    *static_cast<std::atomic<bool>*>(word) = true;
+  };
+  CHECK_CUDA(cudaLaunchHostFunc(rank.side, delay, &ended));  // in front of the consumer
+  CombineParams p = checked.group.combine_params(rank, routings[0][0], Mover::sm, 4);
+  p.scale.topk = 0;
+  const cudaError_t error = tilemoe_combine_launch(&p, rank.main);
+  CHECK_CUDA(cudaStreamSynchronize(rank.main));
+  report(error == cudaErrorInvalidValue && ended, "a refused launch joins the consumer");
+  CHECK_CUDA(cudaDeviceSynchronize());
+  checked.group.reset();
+  checked.call(rank, routings[0][0], Mover::sm, 4);
+  report(checked.wrong("after a refused launch") == 0, "a call after a refused launch");
+  free_routings(routings);
+}
+
+// A rank has claimed the failure word of a block and has died before it could raise it.
+inline void half_raised_failure(uint64_t seed) {
+  Shape shape{2, 4, 2, 512, 128, 256};
+  std::mt19937_64 random(seed);
+  Checked<__nv_bfloat16> checked(shape);
+  Group& group = checked.group;
+  Rank& rank = group[0];
+  rank.use();
+  std::vector<std::vector<Routing>> routings(2);
+  routings[0].push_back(make_routing(shape, shape.max_tokens, {}, 0.0, random));
+  CHECK_CUDA(cudaMemset(&reinterpret_cast<Failure*>(group[1].block)->claimed, 1, 1));
+  Group::change_view(rank, [](RankView& view) { view.wait_timeout_ns = 30'000'000; });
+  rank.exchange.group_timeout_ns = 30'000'000;
+  group.launch_exchange(rank, routings[0][0], 4);  // alone
+  CHECK_CUDA(cudaStreamSynchronize(rank.main));
+  bool good = true;
+  for (int r = 0; r < 2; ++r) {
+    Failure failure;
+    CHECK_CUDA(cudaMemcpy(&failure, group[r].block, sizeof(failure), cudaMemcpyDeviceToHost));
+    const ErrorRecord& e = failure.record;
+    good = good && failure.code == 1 && e.outcome == Outcome::deadline && e.wait == Wait::counts &&
+           e.rank == 0 && e.peer == 1;
+  }
+  report(good, "a failure that a rank left half raised");
   free_routings(routings);
 }
 
