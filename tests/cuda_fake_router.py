@@ -11,14 +11,33 @@ from cuda_fake_memory import memory
 from ds_tilemoe import reference, router_rules
 
 
+def play_logits(p: Any) -> None:
+    """What ``tilemoe_logits_launch`` does, from a LogitsParams."""
+    rest = memory(p.weights, torch.float32, p.experts, p.hidden).clone()
+    parts = memory(p.parts, torch.bfloat16, 3, p.experts, p.hidden)
+    for part in parts:
+        part.copy_(rest)
+        rest -= part.float()
+    x = memory(p.tokens, torch.bfloat16, p.num_tokens, p.hidden).float()
+    depth, left = divmod(p.hidden, p.slices)
+    assert left == 0 and depth % 8 == 0
+    for number, logits in enumerate(
+        memory(p.logits, torch.float32, p.slices, p.num_tokens, 3, p.experts)
+    ):
+        span = slice(number * depth, (number + 1) * depth)
+        logits.copy_(torch.einsum("th,peh->tpe", x[:, span], parts[:, :, span].float()))
+
+
 class FakeRouter:
     """Its part of FakeLibrary: logits to experts, weights and places."""
 
     def tilemoe_router_load(self) -> int:
         return 0
 
-    def tilemoe_split_launch(self, weights: int, parts: int, count: int, stream: int) -> int:
-        raise AssertionError("the fake has no bf16x3: torch.mm makes no fp32 of bf16 on a CPU")
+    def tilemoe_logits_launch(self, p: Any, stream: int) -> int:
+        self.log.append("logits")
+        play_logits(p)
+        return 0
 
     def tilemoe_widen_launch(self, first: Any, second: Any, stream: int) -> int:
         for w in (first, second):
@@ -50,8 +69,8 @@ class FakeRouter:
     def tilemoe_router_launch(self, p: Any, stream: int) -> int:
         self.log.append("router")
         places = p.places
-        assert p.logit_parts == 1
-        logits = memory(p.logits, torch.float32, places.tokens, places.experts)
+        shape = (p.logit_slices, places.tokens, p.logit_parts, places.experts)
+        logits = memory(p.logits, torch.float32, *shape).sum(dim=0).flip(1).sum(dim=1)
         rule = router_rules.Rule(router_rules.Drop(p.drop), p.capacity)
         routing = router_rules.route_reference(logits, places.topk, rule)
         shape = (places.tokens, places.topk)

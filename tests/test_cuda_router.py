@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_fake_router import play_logits
 from deepspeed.moe.sharded_moe import TopKGate
 from moe_models import fill
 from torch import Tensor
@@ -21,6 +22,7 @@ from ds_tilemoe.backends import cuda_router
 from ds_tilemoe.backends.cuda_router import (
     PROTOTYPES,
     FusedRouter,
+    LogitsParams,
     PlacesParams,
     RouterParams,
     Widening,
@@ -32,8 +34,9 @@ from ds_tilemoe.op_builder.jit import find_compiler
 from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, Drop, Rule, route_reference
 from ds_tilemoe.routing import GATE_TIMER, Places, Routing, route
 
-HEADERS = ("router/router.h", "router/split.h", "router/widen.h")
+HEADERS = ("router/router.h", "router/split.h", "router/logits.h", "router/widen.h")
 CPU = torch.device("cpu")
+SMS = 132
 
 
 def test_structs_enums_and_limits_are_those_of_the_header(
@@ -51,7 +54,7 @@ def test_structs_enums_and_limits_are_those_of_the_header(
     wanted = {"kMaxTopk": MAX_TOPK, "kMaxRouterExperts": MAX_EXPERTS}
     for drop in Drop:
         wanted[f"static_cast<int>(Drop::{drop.name.lower()})"] = drop
-    for kind in (PlacesParams, RouterParams, Widening):
+    for kind in (PlacesParams, RouterParams, LogitsParams, Widening):
         wanted[f"sizeof({kind.__name__})"] = ctypes.sizeof(kind)
         for name, _ in kind._fields_:
             field = getattr(kind, name)
@@ -72,7 +75,7 @@ def test_every_field_and_function_of_the_header_is_mirrored() -> None:
     text = "".join((base.csrc_root() / header).read_text() for header in HEADERS)
     text = re.sub(r"//[^\n]*", "", text)
     assert f"kLogitParts = {cuda_router._LOGIT_PARTS};" in text
-    for kind in (PlacesParams, RouterParams, Widening):
+    for kind in (PlacesParams, RouterParams, LogitsParams, Widening):
         body = re.search(rf"\bstruct {kind.__name__} {{(.*?)\n}};", text, re.DOTALL)
         assert body is not None
         assert re.findall(r"\b(\w+);", body[1]) == [name for name, _ in kind._fields_]
@@ -98,7 +101,7 @@ class PlayedLibrary:
         self.seen: list[RouterParams] = []
         self.widened = 0
         self.tilemoe_router_load = lambda: self.status
-        self.tilemoe_split_launch = lambda *arguments: self._split(*arguments)
+        self.tilemoe_logits_launch = lambda params, stream: self._make_logits(params)
         self.tilemoe_widen_launch = lambda *arguments: self._widen(*arguments)
         self.tilemoe_places_scratch_bytes = lambda tokens, experts: 4 * experts
         self.tilemoe_router_scratch_bytes = lambda tokens, topk, experts: 8 * tokens * topk + 4
@@ -127,11 +130,8 @@ class PlayedLibrary:
         memory(p.counts, torch.int32, p.experts).copy_(counts)
         return self.status
 
-    def _split(self, weights: int, parts: int, count: int, stream: int) -> int:
-        rest, out = memory(weights, torch.float32, count), memory(parts, torch.bfloat16, 3, count)
-        for part in out:
-            part.copy_(rest)
-            rest = rest - part.float()
+    def _make_logits(self, p: LogitsParams) -> int:
+        play_logits(p)
         return self.status
 
     def _route(self, p: RouterParams) -> int:
@@ -141,7 +141,8 @@ class PlayedLibrary:
         assert places.expert_ids == p.expert_ids
         assert p.scratch % 16 == 0
         own = memory(p.scratch, torch.uint8, 8 * tokens * topk + 4).fill_(0xAA)
-        parts = memory(p.logits, torch.float32, tokens, p.logit_parts, experts)
+        shape = (p.logit_slices, tokens, p.logit_parts, experts)
+        parts = memory(p.logits, torch.float32, *shape).sum(dim=0)
         logits = parts.flip(1).sum(dim=1)  # the smallest first
         routing = route_reference(logits, topk, Rule(Drop(p.drop), p.capacity))
         memory(p.expert_ids, torch.int32, tokens, topk).copy_(routing.expert_ids)
@@ -197,7 +198,7 @@ def assert_same(ours: Routing, theirs: Routing) -> None:
 @pytest.mark.parametrize("count", [21, 0])
 def test_route_is_the_gates(library: PlayedLibrary, k: int, training: bool, count: int) -> None:
     gate = gate_of(k, capacity_factor=0.3, eval_capacity_factor=0.6, min_capacity=1).train(training)
-    router = FusedRouter(library, CPU)
+    router = FusedRouter(library, CPU, SMS)
     x = tokens(count).to(torch.bfloat16)
     routing = router.route(gate, x, start_ns=4096)
     assert_same(routing, route(gate, x))
@@ -223,7 +224,7 @@ def test_tokens_and_weights_of_16_bits_are_widened_in_one_launch(
     library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
 ) -> None:
     gate = gate_of(2).to(dtype)
-    router, x = FusedRouter(library, CPU), tokens(count).to(dtype)
+    router, x = FusedRouter(library, CPU, SMS), tokens(count).to(dtype)
     assert_same(router.route(gate, x), route(gate, x))
     assert library.widened == 1
     apart = torch.empty(21 * 16 + 1, dtype=dtype)[1:].view(21, 16)
@@ -250,7 +251,7 @@ def test_no_kernel_reads_tokens_and_weights_that_do_not_fit(
     else:
         gate.wg.weight = torch.nn.Parameter(gate.wg.weight[:, :8].contiguous())
     with pytest.raises((RuntimeError, ValueError)):
-        FusedRouter(library, CPU).route(gate, x)
+        FusedRouter(library, CPU, SMS).route(gate, x)
     assert library.widened == 0
     assert not library.seen
 
@@ -258,7 +259,7 @@ def test_no_kernel_reads_tokens_and_weights_that_do_not_fit(
 @pytest.mark.parametrize(("count", "k"), [(0, 2), (1, 3), (21, 2), (64, 8)])
 def test_parts_of_a_block_are_apart(library: PlayedLibrary, count: int, k: int) -> None:
     """Kernels are told the addresses of what the tensors show, and no call those of another."""
-    router, gate = FusedRouter(library, CPU), gate_of(k, drop_tokens=False)
+    router, gate = FusedRouter(library, CPU, SMS), gate_of(k, drop_tokens=False)
     routings = [router.route(gate, tokens(count)) for _ in range(2)]
     spans = []
     for routing in routings:
@@ -276,28 +277,41 @@ def test_parts_of_a_block_are_apart(library: PlayedLibrary, count: int, k: int) 
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
+@pytest.mark.parametrize("slices", [1, 2])
 def test_weights_in_three_parts_give_the_same_routes(
-    library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch
+    library: PlayedLibrary, monkeypatch: pytest.MonkeyPatch, slices: int
 ) -> None:
     """Two parts or one would give others: 16 bits of a weight are too few for fp32's logits."""
-
-    def mm(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
-        assert left.dtype == right.dtype == torch.bfloat16  # what tensor cores multiply exactly
-        return left.to(out_dtype) @ right.to(out_dtype)
-
-    monkeypatch.setattr(cuda_router.torch, "mm", mm)
+    monkeypatch.setattr(cuda_router, "_slices_of", lambda *sizes: slices)
     gate, x = gate_of(2, drop_tokens=False), tokens(500).bfloat16()
-    routing = FusedRouter(library, CPU, bf16x3=True).route(gate, x)
+    routing = FusedRouter(library, CPU, SMS, bf16x3=True).route(gate, x)
     seen = library.seen[-1]
-    assert seen.logit_parts == 3
-    assert_same(routing, FusedRouter(library, CPU).route(gate, x))
-    assert library.seen[-1].logit_parts == 1
-    empty = FusedRouter(library, CPU, bf16x3=True).route(gate, x[:0])
-    assert empty.expert_ids.shape == (0, 2)
+    assert (seen.logit_parts, seen.logit_slices) == (3, slices)
+    assert_same(routing, FusedRouter(library, CPU, SMS).route(gate, x))
+    seen = library.seen[-1]
+    assert (seen.logit_parts, seen.logit_slices) == (1, 1)
+    odd = x.flatten()[1:-127].view(-1, x.shape[1])  # at no multiple of 16 bytes
+    assert odd.data_ptr() % 16
+    ours = FusedRouter(library, CPU, SMS, bf16x3=True).route(gate, odd)
+    assert_same(ours, FusedRouter(library, CPU, SMS).route(gate, odd))
+    for few in (0, 255):
+        ours = FusedRouter(library, CPU, SMS, bf16x3=True).route(gate, x[:few])
+        assert ours.expert_ids.shape == (few, 2)
+        assert library.seen[-1].logit_parts == 1, "fp32 is faster"
+
+
+def test_logits_are_sliced_where_tiles_are_few() -> None:
+    assert cuda_router._slices_of(8192, 8192, 64, SMS) == 1, "128 tiles for 132 SMs"
+    assert cuda_router._slices_of(4096, 4096, 64, SMS) == 2
+    assert cuda_router._slices_of(4096, 1024, 64, SMS) == 1, "too short for two"
+    assert cuda_router._slices_of(256, 8192, 64, SMS) == 8
+    for hidden in range(8, 20000, 8):
+        slices = cuda_router._slices_of(300, hidden, 8, SMS)
+        assert 1 <= slices <= 8 and hidden % (8 * slices) == 0
 
 
 def test_scratch_is_made_once_a_size(library: PlayedLibrary) -> None:
-    router = FusedRouter(library, CPU)
+    router = FusedRouter(library, CPU, SMS)
     seen = []
     for count in (5, 2000, 6, 2040, 5, 5000):
         router.route(gate_of(2, drop_tokens=False), tokens(count))
@@ -310,7 +324,7 @@ def test_scratch_is_made_once_a_size(library: PlayedLibrary) -> None:
 
 def test_the_gates_timer_runs_if_it_is_wanted(library: PlayedLibrary) -> None:
     gate = gate_of(2)
-    router = FusedRouter(library, CPU)
+    router = FusedRouter(library, CPU, SMS)
     router.route(gate, tokens(3))
     assert gate.gate_time == 0
     gate.wall_clock_breakdown = True
@@ -326,7 +340,7 @@ def test_too_few_tokens_are_said_before_a_launch(library: PlayedLibrary) -> None
     gate = gate_of(1, min_capacity=4)
     gate.wall_clock_breakdown = True
     with pytest.raises(AssertionError, match="min_capacity"):
-        FusedRouter(library, CPU).route(gate, tokens(3))
+        FusedRouter(library, CPU, SMS).route(gate, tokens(3))
     assert library.seen == []
     assert not gate.timers(GATE_TIMER).started_
 
@@ -334,7 +348,7 @@ def test_too_few_tokens_are_said_before_a_launch(library: PlayedLibrary) -> None
 def test_a_router_that_cannot_be_loaded_says_so(library: PlayedLibrary) -> None:
     library.status = 209
     with pytest.raises(TileMoEError, match="loading the router gave cudaError 209"):
-        FusedRouter(library, CPU)
+        FusedRouter(library, CPU, SMS)
 
 
 @pytest.mark.parametrize(
@@ -353,12 +367,12 @@ def test_what_the_kernels_cannot_take_is_refused(
     library: PlayedLibrary, logits: Tensor, topk: int, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        FusedRouter(library, CPU).decide(logits, topk, Drop.NONE, 0)
+        FusedRouter(library, CPU, SMS).decide(logits, topk, Drop.NONE, 0)
     assert library.seen == []
 
 
 def test_ids_that_are_no_matrix_of_int32_are_refused(library: PlayedLibrary) -> None:
-    router = FusedRouter(library, CPU)
+    router = FusedRouter(library, CPU, SMS)
     for ids in (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)):
         with pytest.raises(ValueError, match="expert_ids is"):
             router.places(ids, 4)

@@ -20,21 +20,29 @@ __device__ __forceinline__ bool is_column(int i, int32_t experts) {
   return i < kColumns / 2 || i * 32 + static_cast<int>(threadIdx.x % 32) < experts;
 }
 
-// The columns of one token that a lane holds.
+// The columns of one token that a lane holds. What was made in parts is added, the smallest first.
 template <int kColumns>
 __device__ __forceinline__ void load_logits(const Work& w, int32_t token, int32_t last,
                                             float (&x)[kColumns]) {
   const int lane = threadIdx.x % 32;
   const int32_t experts = w.r.places.experts;
   const int32_t parts = w.r.logit_parts;
-  const float* const row = w.r.logits + static_cast<int64_t>(token) * parts * experts;
+  const int64_t row = int64_t{parts} * experts;
+  const int64_t slice = w.r.places.tokens * row;
+  const float* const of_token = w.r.logits + token * row;
+  const auto add_slices = [&](const float* at) {
+    float sum = *at;
+#pragma unroll 4
+    for (int s = 1; s < w.r.logit_slices; ++s) sum += at[s * slice];
+    return sum;
+  };
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    const bool here = token < last && is_column<kColumns>(i, experts);
-    x[i] = here ? row[(parts - 1) * experts + i * 32 + lane] : -INFINITY;
-    for (int part = parts - 2; part >= 0; --part) {  // the smallest first
-      if (here) x[i] += row[part * experts + i * 32 + lane];
-    }
+    x[i] = -INFINITY;
+    if (token >= last || !is_column<kColumns>(i, experts)) continue;
+    const float* const at = of_token + i * 32 + lane;
+    x[i] = add_slices(at + (parts - 1) * experts);
+    for (int part = parts - 2; part >= 0; --part) x[i] += add_slices(at + part * experts);
   }
 }
 

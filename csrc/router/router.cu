@@ -3,9 +3,9 @@
 #include "../common/flags.cuh"
 #include "../common/launch.cuh"
 #include "choose.cuh"
+#include "logits.h"
 #include "place.cuh"
 #include "select.cuh"
-#include "split.h"
 #include "widen.h"
 
 namespace tilemoe::router {
@@ -132,7 +132,7 @@ bool valid(const RouterParams& r) {
   return valid(r.places) && ruled && r.places.topk <= r.places.experts &&
          (r.drop == Drop::none || r.capacity >= 0) && r.places.expert_ids == r.expert_ids &&
          r.l_aux != nullptr && r.exp_counts != nullptr && r.scratch != nullptr &&
-         (r.logit_parts == 1 || r.logit_parts == kLogitParts) &&
+         (r.logit_parts == 1 || r.logit_parts == kLogitParts) && r.logit_slices >= 1 &&
          (r.places.tokens == 0 || (r.logits != nullptr && r.weights != nullptr));
 }
 
@@ -195,7 +195,7 @@ cudaError_t tilemoe_router_load() {
   }
   if (error == cudaSuccess) error = load(select_kernel, sizeof(Selection));
   if (error == cudaSuccess) error = load(finish_kernel, 0);
-  if (error == cudaSuccess) error = load_split();
+  if (error == cudaSuccess) error = load_logits();
   if (error == cudaSuccess) error = load_widen();
   return error;
 }

@@ -37,7 +37,8 @@ struct PlacesParams {
 };
 
 struct RouterParams {
-  const float* logits;  // [T, E], DeepSpeed's own fp32 F.linear; or [T, 3, E], to be added
+  const float* logits;  // [T, E], DeepSpeed's own fp32 F.linear; or [slices, T, parts, E] of
+                        // logits.h, to be added
   int32_t* expert_ids;  // [T, K], written
   float* weights;       // [T, K], written; 0 where dropped
   float* l_aux;         // one number, written
@@ -46,8 +47,9 @@ struct RouterParams {
   void* scratch;        // tilemoe_router_scratch_bytes, at a multiple of 16
   uint64_t* start_ns;   // device: time when the router began (State::router_start_ns); or null
   Drop drop;
-  int32_t capacity;     // routes that an expert keeps; not read where drop is none
-  int32_t logit_parts;  // 1, or 3 (split.h)
+  int32_t capacity;      // routes that an expert keeps; not read where drop is none
+  int32_t logit_parts;   // 1, or 3 (split.h)
+  int32_t logit_slices;  // 1 or more
 };
 
 }  // namespace tilemoe

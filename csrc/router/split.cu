@@ -1,6 +1,6 @@
 // The gate's fp32 weights as three bf16 matrices whose sum they are (all 24 bits of weights from
 // 2^-110 up to the largest bf16), for tensor cores: each product with a bf16 token is exact in
-// fp32. Their sums are the tensor cores', which round more coarsely than fp32's: docs/gpu-notes.md.
+// fp32.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -38,13 +38,10 @@ cudaError_t load_split() {
   return cudaFuncGetAttributes(&attributes, split_kernel);
 }
 
-}  // namespace tilemoe::router
-
-cudaError_t tilemoe_split_launch(const float* weights, void* parts, int64_t count,
-                                 cudaStream_t stream) {
-  using namespace tilemoe::router;
-  if (weights == nullptr || parts == nullptr || count < 1) return cudaErrorInvalidValue;
-  const int64_t ctas = std::min<int64_t>(tilemoe::ceil_div(count, kThreads), kMaxCtas);
-  return tilemoe::launch(split_kernel, ctas, kThreads, 0, stream, false, weights,
-                         static_cast<__nv_bfloat16*>(parts), count);
+cudaError_t launch_split(const float* weights, void* parts, int64_t count, cudaStream_t stream) {
+  const int64_t ctas = std::min<int64_t>(ceil_div(count, kThreads), kMaxCtas);
+  return launch(split_kernel, ctas, kThreads, 0, stream, false, weights,
+                static_cast<__nv_bfloat16*>(parts), count);
 }
+
+}  // namespace tilemoe::router

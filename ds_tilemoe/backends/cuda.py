@@ -83,7 +83,7 @@ class CudaBackend:
         self._library = cuda_functions.bind(CUDATileMoEBuilder().load())
         cuda_functions.check(self._library.tilemoe_load(), "loading the kernels")
         self._router = FusedRouter(
-            self._library, self.device, bf16x3=config.router_logits == "bf16x3"
+            self._library, self.device, self.sms, bf16x3=config.router_logits == "bf16x3"
         )
         self._splits = Splits(config, self.sms, self.world)
         self._caller = Caller(group, self.rank, config, self._library, self.device, self._splits)

@@ -24,6 +24,9 @@ from ds_tilemoe.routing import GATE_TIMER, Places, Routing
 
 _LEAST_SCRATCH = 1 << 14  # bytes
 _LOGIT_PARTS = 3  # as in csrc/router/split.h
+_LOGIT_TILE = (128, 96)  # tokens and columns of one CTA: csrc/router/logits.cu
+_LEAST_SLICE, _MOST_SLICES = 1024, 8  # of H, where there are fewer tiles than SMs
+_LEAST_TOKENS = 256  # for fewer, fp32 takes less time
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_WIDE = 1 << 23  # numbers: 32 MiB
 
@@ -54,6 +57,21 @@ class RouterParams(Structure):
         ("drop", c_int32),
         ("capacity", c_int32),
         ("logit_parts", c_int32),
+        ("logit_slices", c_int32),
+    ]
+
+
+class LogitsParams(Structure):
+    _fields_ = [
+        ("tokens", c_void_p),
+        ("weights", c_void_p),
+        ("parts", c_void_p),
+        ("logits", c_void_p),
+        ("num_tokens", c_int32),
+        ("hidden", c_int32),
+        ("experts", c_int32),
+        ("slices", c_int32),
+        ("sms", c_int32),
     ]
 
 
@@ -73,7 +91,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "tilemoe_router_load": (c_int32, ()),
     "tilemoe_places_launch": (c_int32, (POINTER(PlacesParams), c_void_p)),
     "tilemoe_router_launch": (c_int32, (POINTER(RouterParams), c_void_p)),
-    "tilemoe_split_launch": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "tilemoe_logits_launch": (c_int32, (POINTER(LogitsParams), c_void_p)),
     "tilemoe_widen_launch": (c_int32, (POINTER(Widening), POINTER(Widening), c_void_p)),
 }
 
@@ -87,19 +105,23 @@ class FusedRouter:
     Args:
         library: the loaded CUDA library; gets its prototypes here.
         device: the current device's kernels are loaded.
-        bf16x3: logits of bfloat16 tokens are made on tensor cores, with the gate's weights as the
-            sum of three bfloat16 matrices; else by DeepSpeed's own fp32 call.
+        sms: of the device.
+        bf16x3: logits of 256 and more bfloat16 tokens are made on tensor cores, with the gate's
+            weights as the sum of three bfloat16 matrices; else by DeepSpeed's own fp32 call.
 
     Raises:
         TileMoEError: the kernels cannot be loaded.
     """
 
-    def __init__(self, library: ctypes.CDLL, device: torch.device, *, bf16x3: bool = False) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, device: torch.device, sms: int, *, bf16x3: bool = False
+    ) -> None:
         self.device = device
         self._library, self._bf16x3 = library, bf16x3
         self._scratch: dict[int, Tensor] = {}
         self._params = RouterParams()  # of the last call: a launch takes a copy
         self._places = self._params.places  # a view of it
+        self._logits = LogitsParams(sms=sms)
         self._widenings = (Widening(), Widening())  # of tokens and of the gate
         self._rooms: dict[int, Tensor] = {}  # fp32, by numbers
         self._wide: tuple[Tensor, Tensor] | None = None
@@ -135,7 +157,7 @@ class FusedRouter:
         try:
             if gate.wall_clock_breakdown:
                 gate.timers(GATE_TIMER).start()
-            if self._bf16x3:
+            if self._bf16x3 and x.shape[0] >= _LEAST_TOKENS:
                 logits = self._split_logits(x, gate.wg.weight.float(), stream)
             else:
                 logits = F.linear(*self._widen(x, gate.wg.weight, stream), bias=None)
@@ -161,7 +183,7 @@ class FusedRouter:
         """What follows the logits.
 
         Args:
-            logits: [T, E] float32, contiguous, on this device; or [T, 3, E], to be added.
+            logits: [T, E] float32, contiguous, on this device; or [slices, T, 3, E], to be added.
             topk: K, at most 16 and at most E; E is at most 1024.
             drop, capacity: of a ``router_rules.Rule``.
             start_ns, stream: as of :meth:`route`.
@@ -169,9 +191,10 @@ class FusedRouter:
         Raises:
             ValueError: the logits are not like that.
         """
-        tokens, experts = logits.shape[0], logits.shape[-1]
-        parts = logits.shape[1] if logits.dim() == 3 else 1
-        self._check_tensor("logits", logits.flatten(1) if parts > 1 else logits, torch.float32)
+        slices, tokens, parts, experts = logits.shape if logits.dim() == 4 else (1, 0, 1, 0)
+        if logits.dim() != 4:
+            self._check_tensor("logits", logits, torch.float32)
+            tokens, experts = logits.shape
         _check_sizes(topk, experts)
         if topk > experts:
             raise ValueError(f"topk is {topk}, wanted at most the {experts} experts")
@@ -186,7 +209,7 @@ class FusedRouter:
         params.weights, params.l_aux = at.weights, l_aux.data_ptr()
         params.exp_counts = exp_counts.data_ptr()
         params.start_ns, params.drop, params.capacity = start_ns, drop, capacity
-        params.logit_parts = parts
+        params.logit_parts, params.logit_slices = parts, slices
         places.expert_ids, places.positions = at.expert_ids, at.positions
         places.sources, places.counts = at.sources, at.counts
         if stream is None:
@@ -244,22 +267,26 @@ class FusedRouter:
         """Logits on tensor cores: each of the three parts of a weight by a token is exact in fp32.
 
         Args:
-            x: [T, H] bfloat16. weight: [E, H] float32.
+            x: [T, H] bfloat16, T at least 1. weight: [E, H] float32.
 
         Returns:
-            [T, 3, E] float32, to be added.
+            [slices, T, 3, E] float32, to be added.
         """
-        weight = weight.contiguous()
-        experts, hidden = weight.shape
+        x, weight = _aligned(x), _aligned(weight)
+        (experts, hidden), tokens = weight.shape, x.shape[0]
+        slices = _slices_of(tokens, hidden, experts, self._logits.sms)
+        parts = torch.empty(_LOGIT_PARTS, experts, hidden, dtype=x.dtype, device=self.device)
+        shape = (slices, tokens, _LOGIT_PARTS, experts)
+        logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+        params = self._logits
+        params.tokens, params.weights = x.data_ptr(), weight.data_ptr()
+        params.parts, params.logits = parts.data_ptr(), logits.data_ptr()
+        params.num_tokens, params.hidden = tokens, hidden
+        params.experts, params.slices = experts, slices
         if stream is None:
             stream = torch.cuda.current_stream(self.device).cuda_stream
-        parts = torch.empty(_LOGIT_PARTS * experts, hidden, dtype=x.dtype, device=self.device)
-        status = self._library.tilemoe_split_launch(
-            weight.data_ptr(), parts.data_ptr(), weight.numel(), stream
-        )
-        check(status, "the launch that splits the gate's weights")
-        logits = torch.mm(x, parts.t(), out_dtype=torch.float32)
-        return logits.view(x.shape[0], _LOGIT_PARTS, experts)
+        check(self._library.tilemoe_logits_launch(params, stream), "the launch of the logits")
+        return logits
 
     def places(self, expert_ids: Tensor, num_experts: int) -> Places:
         """Places of routes that DeepSpeed's gate has decided.
@@ -326,3 +353,20 @@ def _check_sizes(topk: int, experts: int) -> None:
         raise ValueError(
             f"got top-{topk} of {experts} experts, wanted at most top-{MAX_TOPK} of {MAX_EXPERTS}"
         )
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The same numbers, contiguous and at a multiple of 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _slices_of(tokens: int, hidden: int, experts: int, sms: int) -> int:
+    """Into how many equal sums a logit is parted, each in a CTA of its own, so that few tokens do
+    not leave SMs idle."""
+    rows, columns = _LOGIT_TILE
+    tiles = -(-tokens // rows) * -(-_LOGIT_PARTS * experts // columns)
+    slices = max(1, min(_MOST_SLICES, hidden // _LEAST_SLICE, sms // tiles))
+    while hidden % (8 * slices):  # H is a multiple of 8: layer_obstacle
+        slices -= 1
+    return slices
