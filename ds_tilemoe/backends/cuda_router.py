@@ -23,10 +23,10 @@ from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, rule_of
 from ds_tilemoe.routing import GATE_TIMER, Places, Routing
 
 _LEAST_SCRATCH = 1 << 14  # bytes
+BF16X3_TOKENS = 256  # for fewer, fp32 takes less time
 _LOGIT_PARTS = 3  # as in csrc/router/split.h
 _LOGIT_TILE = (128, 96)  # tokens and columns of one CTA: csrc/router/logits.cu
 _LEAST_SLICE, _MOST_SLICES = 1024, 8  # of H, where there are fewer tiles than SMs
-_LEAST_TOKENS = 256  # for fewer, fp32 takes less time
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_WIDE = 1 << 23  # numbers: 32 MiB
 
@@ -157,7 +157,7 @@ class FusedRouter:
         try:
             if gate.wall_clock_breakdown:
                 gate.timers(GATE_TIMER).start()
-            if self._bf16x3 and x.shape[0] >= _LEAST_TOKENS:
+            if self._bf16x3 and x.shape[0] >= BF16X3_TOKENS:
                 logits = self._split_logits(x, gate.wg.weight.float(), stream)
             else:
                 logits = F.linear(*self._widen(x, gate.wg.weight, stream), bias=None)

@@ -138,7 +138,7 @@ def _case(
     ds_tilemoe.apply(swapped, block)
     _need_swapped(world, swapped, args.block)
     error = layer_check.check(world, swapped, plain, layers.torch, inputs[:2])
-    bound = layer_parts.bound(world, shape, layers, inputs[0], routed, machine)
+    bound = layer_parts.bound(world, shape, layers, inputs[0], routed, machine, block)
     ds_tilemoe.apply(layers.alone, sequential_block(block, bound["bound_combine_copy_ctas"]))
     layer_check.check_sequential(world, layers.alone, swapped, inputs[0])
     times = time_layers(args, world, layers, inputs)

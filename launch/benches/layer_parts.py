@@ -22,6 +22,7 @@ from benches.operator_measure import least
 from benches.peers import grouped_mm
 from benches.ranks import WARM_UP, World
 from benches.records import median, number
+from ds_tilemoe.backends.cuda_router import BF16X3_TOKENS
 
 ROUNDS = 20
 COPY_CTAS = (8, 10, 12, 16, 24, 32)  # the link is full at about 8
@@ -61,15 +62,17 @@ def bound(
     x: Tensor,
     routed: Routed,
     machine: dict[str, float | None],
+    block: dict[str, Any],
 ) -> dict[str, float | int | None]:
     """bound_us and its parts, of one routing. A collective.
 
     bound = max(dispatch copy, GEMM 1) + max(GEMM 2, combine copy) + (2TH + 4TE + 2(K+1)TH bytes) /
-    copy bandwidth + fp32 logits. weights_us is the floor of few tokens: the weights of the experts
-    that are hit on the hottest rank, read once.
+    copy bandwidth + fp32 logits where they are DeepSpeed's. weights_us is the floor of few tokens:
+    the weights of the experts that are hit on the hottest rank, read once.
 
     Args:
         machine: what :func:`machine` gave.
+        block: that swaps the layers.
 
     Raises:
         BenchError: a part could not be timed, on any rank.
@@ -104,7 +107,10 @@ def bound(
     gemm1, gemm2, combine_copy, copy_ctas = _split_us(world, op, 0)
     _, _, dispatch_copy, _ = _split_us(world, op, 1)
     gate = layers.gate
-    logits = slowest_us(world, lambda: F.linear(x.float(), gate.float()), ROUNDS)
+    is_fp32 = block.get("router_logits") != "bf16x3" or shape.tokens < BF16X3_TOKENS
+    logits = 0.0
+    if is_fp32:
+        logits = slowest_us(world, lambda: F.linear(x.float(), gate.float()), ROUNDS)
     copy_gbs, read_gbs = (machine[name] or np.nan for name in ("copy_gbs", "read_gbs"))
     moved = size * shape.tokens * shape.hidden * (shape.topk + 2) + 4 * shape.tokens * shape.experts
     memory = moved / copy_gbs / 1e3
