@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ds_tilemoe.backends.cuda_records import RING_BYTES, RecordRing
+from ds_tilemoe.backends.cuda_records import (
+    _EPOCH_WORD,
+    _RECORD_WORDS,
+    RING_BYTES,
+    RecordRing,
+)
 from ds_tilemoe.plan_abi import CALL_RECORD_DTYPE, CALL_RECORDS
 
 
@@ -36,6 +41,18 @@ def test_each_call_once_and_in_order() -> None:
     assert [record.epoch for record in ring.poll()] == [5]
 
 
+def test_quickly_what_follows_a_gap_may_come_later() -> None:
+    ring, slots = make()
+    for epoch in (1, 2, 4, 6):
+        write(slots, epoch)
+    assert [record.epoch for record in ring.poll_quickly()] == [1, 2]
+    assert [record.epoch for record in ring.poll_quickly()] == [4, 6]
+    assert ring.poll_quickly() == []
+    for epoch in range(7, 8 + CALL_RECORDS):  # slot of 7 is that of the last one
+        write(slots, epoch)
+    assert [record.epoch for record in ring.poll_quickly()] == list(range(8, 8 + CALL_RECORDS))
+
+
 def test_order_where_the_ring_wraps() -> None:
     ring, slots = make()
     for epoch in range(1, 301):
@@ -59,17 +76,16 @@ def test_a_slot_that_is_being_written_is_left_alone() -> None:
     class Racing:
         """The epoch of slot 3 is taken back while its record is read."""
 
-        def __init__(self, values: Any) -> None:
-            self._values, self._looks = values, 0
+        def __init__(self, words: Any) -> None:
+            self._words, self._looks = words, 0
+            self._at = 3 * _RECORD_WORDS + _EPOCH_WORD
 
-        def __gt__(self, epoch: int) -> Any:
-            return self._values > epoch
-
-        def __getitem__(self, slot: int) -> int:
-            self._looks += slot == 3
-            return 0 if slot == 3 and self._looks == 2 else int(self._values[slot])
+        def __getitem__(self, at: int) -> int:
+            self._looks += at == self._at
+            return 0 if at == self._at and self._looks > 2 else self._words[at]
 
     write(slots, 3)
     write(slots, 4)
-    ring._epochs = Racing(slots["epoch"])  # type: ignore[assignment]
+    ring._words = Racing(ring._words)  # type: ignore[assignment]
     assert [record.epoch for record in ring.poll()] == [4]
+    assert ring._words._looks > 2  # type: ignore[attr-defined]

@@ -208,13 +208,14 @@ class CudaBackend:
     # -- records ----------------------------------------------------------------------------
 
     def poll_records(self) -> list[Record]:
-        """Calls that have ended since the last poll, oldest first. Does not wait.
+        """Calls that have ended since the last poll, oldest first; those behind one that has left
+        no record may come the next time. Does not wait.
 
         They are those of all layers of the group: ``layer_name`` says whose.
         """
         if self._heap is None:
             return []
-        records = [*self._unread, *self._heap.ring.poll()]
+        records = [*self._unread, *self._heap.ring.poll_quickly()]
         self._unread = []
         self._splits.observe(records)
         return records

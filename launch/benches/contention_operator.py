@@ -238,7 +238,7 @@ class GpuOperator(CudaOperator):
 
     def learn(self) -> None:
         """The backend's controller, if there is one, sees the calls that have ended."""
-        self._backend._splits.observe(self._heap.ring.poll())
+        self._backend._splits.observe(self._heap.ring.poll_quickly())
 
     def launch(
         self, number: int, split: Split, leaves_record: bool, wanted: int | None = None
