@@ -50,8 +50,9 @@ def apply(
     After ``deepspeed.initialize`` the ranks of each expert-parallel group decide together, here.
     Before it, layers are reported as pending and the first forward decides; what they need is
     compiled here, and ``enabled`` and ``layers`` have to be the same on all ranks. Calling it again
-    begins anew: experts are examined, and the next forward makes a new heap, also where the old one
-    has failed or was too small. With the same settings ``stats`` go on counting.
+    begins anew: the experts are examined, and the next forward makes a new heap if the old one has
+    failed or was too small. With settings that are the same as before on all ranks of a group,
+    heap, controller and ``stats`` go on.
 
     Args:
         engine_or_model: a DeepSpeed engine or any module.
@@ -134,7 +135,7 @@ def measure_combine_alone(engine_or_model: Any) -> Iterator[None]:
             session.measuring = True
         yield
     finally:
-        for session in sessions:
+        for session in [*sessions, *sessions_of(engine_or_model)]:  # apply() inside brings others
             session.measuring = False
 
 
@@ -146,9 +147,11 @@ def _swap(
     A rank with a reason against all layers (``unwanted``) brings it to the meeting of each group
     like any other: a rank that did not come would leave its peers waiting.
     """
-    # Never one from before: a copy of the model may go on with that, and where settings differ from
-    # rank to rank, one rank would find one and another would not.
+    # A new one, as a copy of the model may go on with the one before.
     session = Session(settings)
+    for _, layer, _ in native_layers(model):
+        if (state := getattr(layer, "_tile", None)) is not None:
+            session.follow(state.session)
     # Native layers get their own report below; a dict keeps the place of its first entry.
     reports = {name: LayerReport(name, NOT_SUPPORTED, reason) for name, reason in moe_layers(model)}
     together: dict[Runtime, list[Member]] = {}

@@ -271,6 +271,12 @@ def beside(monkeypatch):
     return run
 
 
+def test_a_bound_has_fp32_logits_where_the_layer_has():
+    assert layer_parts.has_fp32_logits({}, 4096)
+    assert layer_parts.has_fp32_logits({"router_logits": "bf16x3"}, 255)
+    assert not layer_parts.has_fp32_logits({"router_logits": "bf16x3"}, 256)
+
+
 def test_a_stranger_is_timed_in_turn_with_ours(beside):
     found, said, stranger = beside()
     fields = found.fields("eager")

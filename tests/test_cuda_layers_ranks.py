@@ -260,6 +260,45 @@ def graphs(ctx: RankContext) -> None:
 
 
 @case
+def apply_again(ctx: RankContext) -> None:
+    """With the same settings the heap stays, for a graph that holds it is never freed, and so do
+    calls that nobody has counted yet; with others the old memory goes once the device is idle."""
+    with swapped() as (moe, library, _), pytest.MonkeyPatch.context() as patch:
+        x = rows(8)
+        want = run(moe, x)[0]
+        with capture(patch):
+            run(moe, x)
+        heap = backend_of(moe)._heap
+        for _ in range(2):
+            assert ds_tilemoe.apply(moe, SETTINGS).swapped
+            assert torch.equal(run(moe, x)[0], want)
+            assert backend_of(moe)._heap is heap
+        ds_tilemoe.check(moe)
+        assert moe.deepspeed_moe._tile.stats.calls == 4, "the captured one has a record here"
+    with swapped() as (moe, library, _):
+        run(moe, x)
+        old = weakref.ref(backend_of(moe))
+        library.log.clear()
+        ds_tilemoe.apply(moe, {**SETTINGS, "stats": ctx.rank == 0})
+        assert old() is None
+        assert library.log == ["waits"]
+        assert torch.equal(run(moe, x)[0], want)
+
+
+@case
+def check_counts_every_call(ctx: RankContext) -> None:
+    """Those behind a call that has left no record, too."""
+    with swapped() as (moe, _, _):
+        x = rows(8)
+        for _ in range(2):
+            run(moe, x)
+        moe.half()
+        run(moe, x.half())
+        ds_tilemoe.check(moe)
+        assert moe.deepspeed_moe._tile.stats.calls == 3
+
+
+@case
 def a_graph_reads_what_it_was_captured_with(ctx: RankContext) -> None:
     """Not the experts of a later call, and no memory that has been given back."""
     with swapped(kind="swiglu") as (moe, library, _), pytest.MonkeyPatch.context() as patch:

@@ -240,18 +240,20 @@ def test_tokens_and_weights_of_16_bits_are_widened_in_one_launch(
         router.route(gate, tokens(4).to(dtype))
 
 
+@pytest.mark.parametrize("bf16x3", [False, True])
 @pytest.mark.parametrize("what", ["device", "width"])
 def test_no_kernel_reads_tokens_and_weights_that_do_not_fit(
-    library: PlayedLibrary, what: str
+    library: PlayedLibrary, what: str, bf16x3: bool
 ) -> None:
     """torch's own product refuses them; a kernel would read what is not there."""
-    gate, x = gate_of(2).to(torch.bfloat16), tokens(21).to(torch.bfloat16)
+    gate, x = gate_of(2).to(torch.bfloat16), tokens(300).to(torch.bfloat16)
     if what == "device":
         x = x.to("meta")
     else:
         gate.wg.weight = torch.nn.Parameter(gate.wg.weight[:, :8].contiguous())
+    library.tilemoe_logits_launch.call = lambda *_: pytest.fail("a kernel has read them")
     with pytest.raises((RuntimeError, ValueError)):
-        FusedRouter(library, CPU, SMS).route(gate, x)
+        FusedRouter(library, CPU, SMS, bf16x3=bf16x3).route(gate, x)
     assert library.widened == 0
     assert not library.seen
 
@@ -307,7 +309,11 @@ def test_logits_are_sliced_where_tiles_are_few() -> None:
     assert cuda_router._slices_of(256, 8192, 64, SMS) == 8
     for hidden in range(8, 20000, 8):
         slices = cuda_router._slices_of(300, hidden, 8, SMS)
-        assert 1 <= slices <= 8 and hidden % (8 * slices) == 0
+        assert 1 <= slices <= 8
+        assert slices == 1 or hidden % (64 * slices) == 0
+    text = (base.csrc_root() / "router/logits.cu").read_text()
+    sizes = (*cuda_router._LOGIT_TILE, cuda_router._LOGIT_DEPTH)
+    assert f"Shape<{', '.join(f'Int<{size}>' for size in sizes)}>" in text
 
 
 def test_scratch_is_made_once_a_size(library: PlayedLibrary) -> None:
@@ -361,6 +367,9 @@ def test_a_router_that_cannot_be_loaded_says_so(library: PlayedLibrary) -> None:
         (torch.zeros(3, 40), 17, "top-17 of 40 experts"),
         (torch.zeros(1, 1025), 2, "top-2 of 1025 experts"),
         (torch.zeros(1, 4), 0, "top-0"),
+        (torch.zeros(2, 5, 3, 4, dtype=torch.bfloat16), 2, "bfloat16"),
+        (torch.zeros(2, 5, 3, 8)[..., :4], 2, "contiguous"),
+        (torch.zeros(2, 5, 2, 4), 2, "in 2 parts, wanted 3"),
     ],
 )
 def test_what_the_kernels_cannot_take_is_refused(

@@ -86,16 +86,30 @@ def test_apply_twice():
     moe, x = make_moe(drop_tokens=False), tokens(9, HIDDEN)
     first = ds_tilemoe.apply(moe)
     state, y = moe.deepspeed_moe._tile, run(moe, x)[0]
-    (runtime,) = state.session.runtimes()
-    old, stats = weakref.ref(runtime.backend), state.stats
-    del state, runtime
     assert str(ds_tilemoe.apply(moe)) == str(first)
-    assert old() is None, "its heap goes before the new one comes"
     assert torch.equal(run(moe, x)[0], y)
-    assert moe.deepspeed_moe._tile.stats is stats and stats.calls == 2
+    again = moe.deepspeed_moe._tile
+    assert again.stats is state.stats and again.stats.calls == 2
+    (runtime,) = again.session.runtimes()
+    assert [known.backend for known in state.session.runtimes()] == [runtime.backend]
+    old = weakref.ref(runtime.backend)
+    del state, again, runtime
     ds_tilemoe.apply(moe, {"layout": "aligned"})
+    assert old() is None, "its heap goes before the new one comes"
     assert_close(run(moe, x)[0], y)
     assert moe.deepspeed_moe._tile.stats.calls == 1, "of other settings"
+
+
+def test_apply_on_a_part_keeps_one_heap():
+    model, x = model_of(make_moe(drop_tokens=False), make_moe(drop_tokens=False)), tokens(9, HIDDEN)
+    ds_tilemoe.apply(model)
+    run(model[1], x)
+    ds_tilemoe.apply(model[2])
+    run(model[2], x)
+    first, second = (model[i].deepspeed_moe._tile.session.runtimes() for i in (1, 2))
+    assert first[0].backend is second[0].backend
+    run(model[1], x)
+    assert [model[i].deepspeed_moe._tile.stats.calls for i in (1, 2)] == [2, 1]
 
 
 def test_report_as_text():

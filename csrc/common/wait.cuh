@@ -55,7 +55,8 @@ __device__ inline void tell_host(const RankView& view, const ErrorRecord& record
   told.outcome = record.outcome;
 }
 
-// Marks the group failed in every block: all waits end. The first cause of each block stays.
+// Marks the group failed in every block: all waits end. The first cause of each block stays, but
+// for one that its rank does not raise in time.
 __device__ inline void fail_group(const RankView& view, const ErrorRecord& record) {
   for (int32_t i = 0; i < view.world; ++i) {
     Failure& failure = failure_of(view, (view.rank + i) % view.world);

@@ -4,12 +4,12 @@
 // main loop for FP8, which is made for that. What it is worth: docs/gpu-notes.md.
 #include <cutlass/cutlass.h>
 #include <cutlass/device_kernel.h>
-#include <cutlass/kernel_launch.h>
 
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 
+#include "../common/launch.cuh"
 #include "logits.h"
 
 namespace tilemoe::router {
@@ -86,8 +86,7 @@ cudaError_t tilemoe_logits_launch(const tilemoe::LogitsParams* p, cudaStream_t s
   arguments.hw_info.sm_count = p->sms;
   if (!Kernel::can_implement(arguments)) return cudaErrorInvalidValue;
   const Kernel::Params params = Kernel::to_underlying_arguments(arguments, nullptr);
-  const cutlass::Status status =
-      cutlass::kernel_launch<Kernel>(Kernel::get_grid_shape(params), Kernel::get_block_shape(),
-                                     Kernel::SharedStorageSize, stream, params, false);
-  return status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
+  return tilemoe::launch_grid(cutlass::device_kernel<Kernel>, Kernel::get_grid_shape(params),
+                              Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, stream, false,
+                              params);
 }

@@ -92,6 +92,12 @@ class CudaBackend:
         self._unread: list[Record] = []
         self._in_call = threading.Lock()
 
+    def __del__(self) -> None:
+        # Calls in flight still write into page-locked memory, which torch would give to others.
+        with contextlib.suppress(Exception):
+            if self._heap is not None and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize(self.device)
+
     # -- heap -------------------------------------------------------------------------------
 
     @property
@@ -207,15 +213,18 @@ class CudaBackend:
 
     # -- records ----------------------------------------------------------------------------
 
-    def poll_records(self) -> list[Record]:
-        """Calls that have ended since the last poll, oldest first; those behind one that has left
-        no record may come the next time. Does not wait.
+    def poll_records(self, quickly: bool = False) -> list[Record]:
+        """Calls that have ended since the last poll, oldest first. Does not wait.
 
         They are those of all layers of the group: ``layer_name`` says whose.
+
+        Args:
+            quickly: see ``RecordRing.poll_quickly``.
         """
         if self._heap is None:
             return []
-        records = [*self._unread, *self._heap.ring.poll_quickly()]
+        ring = self._heap.ring
+        records = [*self._unread, *(ring.poll_quickly() if quickly else ring.poll())]
         self._unread = []
         self._splits.observe(records)
         return records

@@ -26,6 +26,7 @@ _LEAST_SCRATCH = 1 << 14  # bytes
 BF16X3_TOKENS = 256  # for fewer, fp32 takes less time
 _LOGIT_PARTS = 3  # as in csrc/router/split.h
 _LOGIT_TILE = (128, 96)  # tokens and columns of one CTA: csrc/router/logits.cu
+_LOGIT_DEPTH = 64  # of H that a CTA loads at a time
 _LEAST_SLICE, _MOST_SLICES = 1024, 8  # of H, where there are fewer tiles than SMs
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_WIDE = 1 << 23  # numbers: 32 MiB
@@ -157,10 +158,16 @@ class FusedRouter:
         try:
             if gate.wall_clock_breakdown:
                 gate.timers(GATE_TIMER).start()
-            if self._bf16x3 and x.shape[0] >= BF16X3_TOKENS:
-                logits = self._split_logits(x, gate.wg.weight.float(), stream)
-            else:
-                logits = F.linear(*self._widen(x, gate.wg.weight, stream), bias=None)
+            weight = gate.wg.weight
+            if (
+                self._bf16x3
+                and x.shape[0] >= BF16X3_TOKENS
+                and x.shape[1] == weight.shape[1]
+                and x.device == weight.device == self.device
+            ):
+                logits = self._split_logits(x, weight.float(), stream)
+            else:  # says what is wrong, too
+                logits = F.linear(*self._widen(x, weight, stream), bias=None)
             routing = self.decide(logits, gate.k, rule.drop, rule.capacity, start_ns, stream)
             if gate.wall_clock_breakdown:
                 gate.timers(GATE_TIMER).stop()
@@ -191,10 +198,13 @@ class FusedRouter:
         Raises:
             ValueError: the logits are not like that.
         """
+        matrix = logits.flatten(0, 2) if logits.dim() == 4 and logits.is_contiguous() else logits
+        self._check_tensor("logits", matrix, torch.float32)
         slices, tokens, parts, experts = logits.shape if logits.dim() == 4 else (1, 0, 1, 0)
-        if logits.dim() != 4:
-            self._check_tensor("logits", logits, torch.float32)
+        if logits.dim() == 2:
             tokens, experts = logits.shape
+        elif parts != _LOGIT_PARTS:
+            raise ValueError(f"logits are in {parts} parts, wanted {_LOGIT_PARTS}")
         _check_sizes(topk, experts)
         if topk > experts:
             raise ValueError(f"topk is {topk}, wanted at most the {experts} experts")
@@ -367,6 +377,6 @@ def _slices_of(tokens: int, hidden: int, experts: int, sms: int) -> int:
     rows, columns = _LOGIT_TILE
     tiles = -(-tokens // rows) * -(-_LOGIT_PARTS * experts // columns)
     slices = max(1, min(_MOST_SLICES, hidden // _LEAST_SLICE, sms // tiles))
-    while hidden % (8 * slices):  # H is a multiple of 8: layer_obstacle
+    while slices > 1 and hidden % (_LOGIT_DEPTH * slices):
         slices -= 1
     return slices

@@ -65,6 +65,8 @@ class Message:
         fault: why this rank cannot run any layer, and may not fall back; all ranks raise it.
         left: of layers that are in no offer and stay as they are, name and reason in words: as
             much a matter of ``strict`` as those that are.
+        backend: identity of this rank's backend; "" if it has none.
+        inherits: that is one from before, which may go on only where all ranks have it.
     """
 
     offers: tuple[Offer, ...]
@@ -76,6 +78,8 @@ class Message:
     dtype: str | None = None
     fault: str | None = None
     left: tuple[str, ...] = ()
+    backend: str = ""
+    inherits: bool = False
 
 
 class DifferentCalls(TileMoEError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from ds_tilemoe.layers.agreement import DEVICE, Decision, Message, Offer, agree,
 from ds_tilemoe.layers.device_op import make_backend, prepare_backend
 from ds_tilemoe.routing import Routing, route
 from ds_tilemoe.stats import LayerStats
-from ds_tilemoe.symmetric_heap import host_identity
+from ds_tilemoe.symmetric_heap import host_identity, in_step
 
 logger = logging.getLogger("ds_tilemoe")
 
@@ -41,6 +42,8 @@ class Runtime:
         config: this rank's settings.
         device: type of the device that the layers are on, "cpu" or "cuda", and name of the backend.
         obstacle: why its op could not be built in apply(). It is not tried again in a forward.
+        earlier: of the same group, device and settings. Its backend goes on in this one if all
+            ranks have it: one whose settings have changed has not.
     """
 
     def __init__(
@@ -49,20 +52,31 @@ class Runtime:
         config: TileOverlapConfig,
         device: str = "cpu",
         obstacle: Exception | None = None,
+        earlier: Runtime | None = None,
     ):
         self.group = group
         self.config = config
         self.device = device
         self.backend: Backend | None = None
+        self._identity = ""  # of the backend, the same on all ranks that have met with it
+        # One that has not come to a backend hands on what it would have gone on with.
+        if earlier is not None and earlier.backend is None:
+            earlier = earlier._earlier
+        self._earlier = earlier
         self._sinks: dict[str, LayerStats] = {}
         self._calls = 0
         setting = config.max_tokens_per_rank
         self.max_tokens: int | None = None if setting == "auto" else setting
-        self.is_open = False  # the backend has its heap
+        self._is_open = False  # the backend has made a heap for these layers
         self.met = False  # a pre-flight of a forward has taken place
         self.is_prepared = False  # the backend is made, with what it runs with
         self._shapes: dict[LayerShape, None] = {}  # agreed on; a set that keeps the order
         self._obstacle = obstacle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a heap for the layers; a runtime with the same backend may lose it."""
+        return self._is_open and self.backend is not None and self.backend.has_heap
 
     def meeting(self, together: bool) -> dist.ProcessGroup | None:
         """The ranks that decide: the group; on CUDA, where new memory takes every rank of the job,
@@ -107,10 +121,13 @@ class Runtime:
                 dtype=dtype,
                 fault=fault,
                 left=tuple(left),
+                backend=self._identity,
+                inherits=self.backend is not None and self._earlier is not None,
             ),
             self.meeting(together),
         )
         decisions = agree(messages)
+        self._agree_on_backend(messages)
         self.met = self.met or grad is not None
         agreed = [decision for decision in decisions if isinstance(decision, LayerShape)]
         shapes = self._shapes | dict.fromkeys(agreed)
@@ -127,12 +144,8 @@ class Runtime:
                 assert self.backend is not None
                 # A group that is the whole job is always together.
                 is_all = together or not self._is_part_of_job
-                try:
-                    self.backend.ensure(list(shapes), self.max_tokens, together=is_all)
-                except BaseException:  # the old heap may have made room for one that does not fit
-                    self.is_open = self.is_open and self.backend.has_heap
-                    raise
-            self.is_open = True
+                self.backend.ensure(list(shapes), self.max_tokens, together=is_all)
+            self._is_open = True
         self._shapes = shapes
         return decisions
 
@@ -168,13 +181,17 @@ class Runtime:
         self._sinks[name] = stats
         self._calls += 1
         if self.config.stats or self._calls % CALLS_A_LOOK == 0:
-            self.collect()
+            self.collect(quickly=True)
 
-    def collect(self) -> None:
-        """Count the calls that have ended on the GPU, in the stats of their layers. Never waits."""
+    def collect(self, quickly: bool = False) -> None:
+        """Count the calls that have ended on the GPU, in the stats of their layers. Never waits.
+
+        Args:
+            quickly: see ``RecordRing.poll_quickly``.
+        """
         if self.device != "cuda" or self.backend is None:
             return
-        for record in self.backend.poll_records():
+        for record in self.backend.poll_records(quickly):
             sink = self._sinks.get(self.backend.layer_name(record))
             if sink is not None:
                 choice, reason = self.backend.explain(record)
@@ -222,8 +239,12 @@ class Runtime:
                 raise self._obstacle
             alone = self.group is None
             prepare_backend(self.device, self.config, alone=alone, in_forward=in_forward)
-            if self.backend is None:
-                self.backend = make_backend(self.group, self.config, self.device)
+            if self.backend is None and self._earlier is not None and self._earlier.backend:
+                self.backend, self._identity = self._earlier.backend, self._earlier._identity
+                self._sinks = self._earlier._sinks  # whoever collects, collects for both
+            elif self.backend is None:
+                self._earlier = None
+                self._make_backend()
             self.is_prepared = True
         except ConfigError as error:  # the block's fault, which all ranks raise as such
             return [
@@ -241,6 +262,25 @@ class Runtime:
             what = f"the {self.device.upper()} backend cannot be made"
             return offers, f"{what}: {type(error).__name__}: {error}"
         return offers, None
+
+    def _make_backend(self) -> None:
+        self.backend = make_backend(self.group, self.config, self.device)
+        self._identity, self._sinks = uuid.uuid4().hex, {}
+
+    def _agree_on_backend(self, messages: Sequence[Message]) -> None:
+        """A backend from before goes on only if it is that of every rank of the group; else the
+        ranks that have one make another. Behind it all know theirs by one name."""
+        if self.group is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            messages = [message for message in messages if message.rank in ranks]
+        names = [message.backend for message in messages]
+        if len(set(names)) > 1:
+            if any(message.inherits for message in messages):
+                is_mine = self.backend is not None and self._earlier is not None
+                in_step(self._make_backend if is_mine else lambda: None, self.group, "its parts")
+            self._identity = uuid.uuid5(uuid.NAMESPACE_OID, " ".join(names)).hex
+        if self.backend is not None:
+            self._earlier = None
 
     @property
     def _is_part_of_job(self) -> bool:
@@ -283,7 +323,15 @@ class Session:
         self.measuring = False
         self.obstacles: dict[str, Exception] = {}
         self._runtimes: dict[tuple[int | None, str], Runtime] = {}
+        self._earlier: dict[tuple[int | None, str], Runtime] = {}
         self._said: set[str] = set()
+
+    def follow(self, before: Session) -> None:
+        """Go on with what layers of ``before`` have, where that has the same settings."""
+        self.measuring = self.measuring or before.measuring
+        if before.config == self.config:
+            self._earlier = before._runtimes | self._earlier
+            self._said |= before._said
 
     def runtime(self, group: dist.ProcessGroup | None, device: str = "cpu") -> Runtime:
         """The runtime of ``group``, None for a group of one, on "cpu" or "cuda"."""
@@ -291,7 +339,9 @@ class Session:
         found = self._runtimes.get(key)
         if found is None:
             obstacle = self.obstacles.get(device)
-            found = self._runtimes[key] = Runtime(group, self.config, device, obstacle)
+            earlier = self._earlier.pop(key, None)
+            found = Runtime(group, self.config, device, obstacle, earlier)
+            self._runtimes[key] = found
         return found
 
     def runtimes(self) -> list[Runtime]:

@@ -107,9 +107,8 @@ def bound(
     gemm1, gemm2, combine_copy, copy_ctas = _split_us(world, op, 0)
     _, _, dispatch_copy, _ = _split_us(world, op, 1)
     gate = layers.gate
-    is_fp32 = block.get("router_logits") != "bf16x3" or shape.tokens < BF16X3_TOKENS
     logits = 0.0
-    if is_fp32:
+    if has_fp32_logits(block, shape.tokens):
         logits = slowest_us(world, lambda: F.linear(x.float(), gate.float()), ROUNDS)
     copy_gbs, read_gbs = (machine[name] or np.nan for name in ("copy_gbs", "read_gbs"))
     moved = size * shape.tokens * shape.hidden * (shape.topk + 2) + 4 * shape.tokens * shape.experts
@@ -128,6 +127,11 @@ def bound(
     )
     found = {name: number(value) for name, value in zip(names, values, strict=True)}
     return found | {ctas_name: copy_ctas}
+
+
+def has_fp32_logits(block: dict[str, Any], tokens: int) -> bool:
+    """Whether layers that ``block`` swaps make so many tokens' logits as DeepSpeed does."""
+    return block.get("router_logits") != "bf16x3" or tokens < BF16X3_TOKENS
 
 
 def _split_us(world: World, op: Operator, routing: int) -> tuple[float, float, float, int]:

@@ -106,7 +106,7 @@ def main() -> None:
 
 def compare_logits() -> None:
     routers = {"fp32": make_router(), "bf16x3": make_router(bf16x3=True)}
-    print(f"{'T, H, E, k':>22} us and largest (mean square) error of a logit")
+    print(f"{'T, H, E, k':>22} us and largest (root mean square) error of a logit")
     for tokens, hidden, experts, k in LOGITS:
         gate = Case(tokens, experts, k, False).gate("cuda")
         gate.wg = torch.nn.Linear(hidden, experts, bias=False, device="cuda").requires_grad_(False)
@@ -121,8 +121,8 @@ def compare_logits() -> None:
         for name, router in routers.items():
             median, *_ = graph_us(lambda router=router, gate=gate, x=x: router.route(gate, x))
             error = made[name].double() - exact
-            most, mean = error.abs().max().item(), error.pow(2).mean().sqrt().item()
-            line += f"   {name} {median:.1f}, {most:.1e} ({mean:.1e})"
+            most, rms = error.abs().max().item(), error.pow(2).mean().sqrt().item()
+            line += f"   {name} {median:.1f}, {most:.1e} ({rms:.1e})"
         print(line)
 
 

@@ -274,8 +274,8 @@ def test_graph_replays_with_new_logits(
     ],
 )
 def test_logits_on_tensor_cores(tokens: int, hidden: int, experts: int, k: int) -> None:
-    """``bf16x3``: as near to the exact product as fp32 is, and the routes of the exact one wherever
-    its logits are not nearly equal."""
+    """``bf16x3``: about as near to the exact product as fp32, which is printed beside it, and the
+    routes of the exact one wherever its logits are not nearly equal."""
     device = torch.device("cuda", 0)
     router = make_router(bf16x3=True)
     torch.manual_seed(tokens)
@@ -290,7 +290,7 @@ def test_logits_on_tensor_cores(tokens: int, hidden: int, experts: int, k: int) 
     theirs = torch.nn.functional.linear(x.float(), weight).double() - exact
     for name, errors in (("bf16x3", ours), ("fp32", theirs)):
         rms, most = errors.pow(2).mean().sqrt().item(), errors.abs().max().item()
-        print(f"error of a {name} logit: {rms:.1e} on average, {most:.1e} at most")
+        print(f"error of a {name} logit: {rms:.1e} root mean square, {most:.1e} at most")
     assert ours.pow(2).mean().sqrt() <= 2.5e-7
     error = ours.abs().max().item()
     assert error <= 3e-6
@@ -298,7 +298,7 @@ def test_logits_on_tensor_cores(tokens: int, hidden: int, experts: int, k: int) 
     gaps = (top.values[:, :-1] - top.values[:, 1:]).min(dim=1).values
     clear = gaps > 4 * error
     assert clear.float().mean() > 0.95
-    routes = router.route(gate, x).expert_ids
+    routes = router.decide(made, k, Drop.NONE, 0).expert_ids
     assert torch.equal(routes[clear].long(), top.indices[clear, :k])
 
 
