@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from test_router_gpu import make_router
+from test_router_gpu import make_router, tokens_and_gate
 from test_router_rules import Case, difference
 
 from ds_tilemoe.router_rules import find_ties, rule_of
@@ -108,16 +108,15 @@ def compare_logits() -> None:
     routers = {"fp32": make_router(), "bf16x3": make_router(bf16x3=True)}
     print(f"{'T, H, E, k':>22} us and largest (root mean square) error of a logit")
     for tokens, hidden, experts, k in LOGITS:
-        gate = Case(tokens, experts, k, False).gate("cuda")
-        gate.wg = torch.nn.Linear(hidden, experts, bias=False, device="cuda").requires_grad_(False)
-        weight = gate.wg.weight.normal_(0, hidden**-0.5)
-        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        x, gate = tokens_and_gate(tokens, hidden, experts, k)
+        weight = gate.wg.weight
         made = {
             "fp32": torch.nn.functional.linear(x.float(), weight),
             "bf16x3": routers["bf16x3"]._split_logits(x, weight, None).sum(0).flip(1).sum(1),
         }
-        exact, line = x.double() @ weight.double().t(), f"{tokens}, {hidden}, {experts}, {k}"
-        line = f"{line:>22}"
+        exact = x.double() @ weight.double().t()
+        shape = f"{tokens}, {hidden}, {experts}, {k}"
+        line = f"{shape:>22}"
         for name, router in routers.items():
             median, *_ = graph_us(lambda router=router, gate=gate, x=x: router.route(gate, x))
             error = made[name].double() - exact

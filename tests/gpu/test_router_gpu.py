@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def make_router(*, bf16x3: bool = False) -> FusedRouter:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     library, device = CUDATileMoEBuilder().load(), torch.device("cuda", 0)
     return FusedRouter(library, device, sms, bf16x3=bf16x3)
+
+
+def tokens_and_gate(tokens: int, hidden: int, experts: int, k: int) -> tuple[Tensor, Any]:
+    """Random ones, bf16 and fp32, whose logits have the standard deviation 1."""
+    gate = Case(tokens, experts, k, False).gate("cuda")
+    gate.wg = torch.nn.Linear(hidden, experts, bias=False, device="cuda").requires_grad_(False)
+    gate.wg.weight.normal_(0, hidden**-0.5)
+    return torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16), gate
 
 
 @pytest.fixture(scope="module")
@@ -276,13 +285,10 @@ def test_graph_replays_with_new_logits(
 def test_logits_on_tensor_cores(tokens: int, hidden: int, experts: int, k: int) -> None:
     """``bf16x3``: about as near to the exact product as fp32, which is printed beside it, and the
     routes of the exact one wherever its logits are not nearly equal."""
-    device = torch.device("cuda", 0)
     router = make_router(bf16x3=True)
     torch.manual_seed(tokens)
-    gate = Case(tokens, experts, k, False).gate("cuda")
-    gate.wg = torch.nn.Linear(hidden, experts, bias=False, device=device).requires_grad_(False)
-    weight = gate.wg.weight.normal_(0, hidden**-0.5)
-    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    x, gate = tokens_and_gate(tokens, hidden, experts, k)
+    weight = gate.wg.weight
     exact = x.double() @ weight.double().t()
     made = router._split_logits(x, weight, None)
     assert made.shape[1:] == (tokens, 3, experts)
