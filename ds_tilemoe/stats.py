@@ -145,6 +145,11 @@ class LayerStats:
     def __post_init__(self) -> None:
         _alive.append(weakref.ref(self, _alive.remove))
 
+    def go_on(self, name: str) -> None:
+        """For a layer that has been swapped once more, and is now called so."""
+        self.name = name
+        _alive.sort(key=lambda ref: ref() is self)  # the last
+
     def add(
         self,
         iteration: IterationStats,

@@ -49,10 +49,10 @@ def apply(
 
     After ``deepspeed.initialize`` the ranks of each expert-parallel group decide together, here.
     Before it, layers are reported as pending and the first forward decides; what they need is
-    compiled here, and ``enabled`` and ``layers`` have to be the same on all ranks. Calling it again
-    begins anew: the experts are examined, and the next forward makes a new heap if the old one has
-    failed or was too small. With settings that are the same as before on all ranks of a group,
-    heap, controller and ``stats`` go on.
+    compiled here, ``enabled`` and ``layers`` have to be the same on all ranks, and where this
+    raises on one rank the job has to end. Calling it again begins anew: the experts are examined,
+    and the next forward makes a new heap if the old one has failed or was too small. With settings
+    that are the same as before on all ranks of a group, heap, controller and ``stats`` go on.
 
     Args:
         engine_or_model: a DeepSpeed engine or any module.
@@ -129,14 +129,15 @@ def measure_combine_alone(engine_or_model: Any) -> Iterator[None]:
     hides it, and with it the overlap ratio. Results are the same; only the time is not. Local, but
     to mean something it has to be done on all ranks.
     """
-    sessions = sessions_of(engine_or_model)
+    before = {session: session.measuring for session in sessions_of(engine_or_model)}
     try:
-        for session in sessions:
+        for session in before:
             session.measuring = True
         yield
     finally:
-        for session in [*sessions, *sessions_of(engine_or_model)]:  # apply() inside brings others
-            session.measuring = False
+        others = dict.fromkeys(sessions_of(engine_or_model), any(before.values()))  # of apply()
+        for session, measuring in (others | before).items():
+            session.measuring = measuring
 
 
 def _swap(
@@ -165,6 +166,7 @@ def _swap(
             offer = state.offer(layer, None if weight is None else weight.dtype)
         else:
             _put_back(layer, reason)
+            state.tell(reason)
             offer = Offer(name, reason)
         reports[name] = _report(layer, state, offer.outcome, PENDING)
         runtime = state.runtime(layer)
@@ -226,12 +228,18 @@ def _agree(
                 state.settle(decision, runtime)
                 settled.append((layer, state, decision))
     # A rank that fails in a later group puts all of its layers back, also those agreed on before.
-    # Peers may have groups that this rank has not.
-    for runtime, members in together.items():
+    # Peers may have groups that this rank has not. DeepSpeed's groups lie in each other: what a
+    # rank hears in a large one, and fails by, it has still to tell in the smaller ones.
+    for runtime in sorted(together, key=lambda runtime: runtime.ranks, reverse=True):
         if runtime in lost:
             continue
+        members = together[runtime]
         names = ", ".join(state.name for _, state, _ in members)
-        heard = runtime.hear(str(failure or ""), names)
+        try:
+            heard = runtime.hear(str(failure or ""), names)
+        except TileMoEError as error:
+            failure = failure or error
+            continue
         if heard and failure is None:
             reason = f"apply() has failed on another rank: {heard}"
             for layer, state, _ in members:

@@ -49,6 +49,26 @@ def settings_that_ranks_must_share(ctx):
     assert_close(run(moe, x)[0], want)
 
 
+@case
+def strict_on_some_ranks(ctx):
+    """A rank that is strict about what it hears in one group has a word to say in its others."""
+    sizes, x = (2, 4, 1), tokens(6, HIDDEN)
+    model = nn.ModuleList(make_moe(size, drop_tokens=False) for size in sizes)
+    if ctx.rank == 2:
+        model[2].deepspeed_moe.experts.register_forward_hook(lambda *_: None)
+    strict = ctx.rank in (0, 2)
+    if strict:
+        error = raised(ds_tilemoe.apply, model, {"strict": True})
+        assert isinstance(error, UnsupportedLayerError)
+        assert "forward hooks" in str(error)
+    else:
+        report = ds_tilemoe.apply(model, {})
+        assert [entry.status for entry in report.layers[:2]] == ["kept", "kept"]
+    same_everywhere([type(moe.deepspeed_moe) for moe in model[:2]])
+    for moe in model:
+        run(moe, x)
+
+
 class Cosine(nn.Module):
     def __init__(self):
         super().__init__()

@@ -112,6 +112,34 @@ def test_apply_on_a_part_keeps_one_heap():
     assert [model[i].deepspeed_moe._tile.stats.calls for i in (1, 2)] == [2, 1]
 
 
+def test_stats_of_layers_that_are_swapped_again():
+    """A shallow copy in the same model counts for itself; the layer swapped last is exported."""
+    model, x = model_of(make_moe(drop_tokens=False), make_moe(drop_tokens=False)), tokens(9, HIDDEN)
+    for i, bands in ((1, 2), (2, 3), (1, 2)):
+        ds_tilemoe.apply(model[i], {"bands_per_segment": bands})
+        run(model[i], x)
+        assert ds_tilemoe.stats.export_config()["tile_overlap"]["bands_per_segment"] == bands
+    twin = copy.copy(model[1].deepspeed_moe)
+    both = nn.ModuleDict({"a": model[1].deepspeed_moe, "b": twin})
+    ds_tilemoe.apply(both, {"bands_per_segment": 2})
+    run(both["a"], x, None)
+    run(both["b"], x, None)
+    assert [both[name]._tile.stats.name for name in "ab"] == ["a", "b"]
+    assert [both[name]._tile.stats.calls for name in "ab"] == [3, 1]
+
+
+def test_measuring_goes_on_behind_apply():
+    moe, x = make_moe(drop_tokens=False), tokens(9, HIDDEN)
+    ds_tilemoe.apply(moe)
+    with measure_combine_alone(moe):
+        with measure_combine_alone(moe):
+            ds_tilemoe.apply(moe, {"layout": "aligned"})
+            assert moe.deepspeed_moe._tile.session.measuring
+        assert moe.deepspeed_moe._tile.session.measuring
+        run(moe, x)
+    assert not moe.deepspeed_moe._tile.session.measuring
+
+
 def test_report_as_text():
     report = ds_tilemoe.apply(model_of(make_moe(), make_moe(kind=Odd())))
     lines = str(report).splitlines()

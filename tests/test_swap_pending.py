@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,17 @@ def test_what_pending_layers_need_is_built_in_apply(monkeypatch):
     unknown = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Softsign())
     assert ds_tilemoe.apply(pending_moe(kind=unknown)).count("kept") == 1
     assert len(loads) == 1, "no layer that may be swapped"
+
+
+def test_a_shallow_copy_tells_no_report_of_a_later_apply():
+    moe = pending_moe(drop_tokens=False)
+    first = ds_tilemoe.apply(moe)
+    twin = copy.copy(moe.deepspeed_moe)
+    second = ds_tilemoe.apply(moe, {"layout": "aligned"})
+    ds_tilemoe.restore(moe)
+    assert [report.layers[0].status for report in (first, second)] == ["kept", "kept"]
+    twin._tile.tell("of no concern to them")
+    assert "put back" in first.layers[0].reason
 
 
 def test_the_cuda_library_of_pending_layers_is_built_in_apply(monkeypatch):

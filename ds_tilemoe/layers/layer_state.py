@@ -91,6 +91,7 @@ class LayerState:
         kept: while the group is on DeepSpeed's path: this rank's situation at that decision, and
             the reason. A layer is on one of the two paths on all ranks of its group.
         listeners: called, once, with the next decision that stands.
+        has_heir: a later apply() has made another state go on with the stats and the listeners.
     """
 
     def __init__(self, name: str, session: Session, expert_tp: bool = False):
@@ -99,6 +100,7 @@ class LayerState:
         self.expert_tp = expert_tp
         self.stats = LayerStats(name, keep_history=session.config.stats)
         self.listeners: list[Callable[[Decision], None]] = []
+        self.has_heir = False
         self.forget()
 
     def forget(self) -> None:

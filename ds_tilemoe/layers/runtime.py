@@ -78,6 +78,11 @@ class Runtime:
         """Whether there is a heap for the layers; a runtime with the same backend may lose it."""
         return self._is_open and self.backend is not None and self.backend.has_heap
 
+    @property
+    def ranks(self) -> int:
+        """Of the group."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
     def meeting(self, together: bool) -> dist.ProcessGroup | None:
         """The ranks that decide: the group; on CUDA, where new memory takes every rank of the job,
         all of them, if they are ``together``."""

@@ -90,11 +90,13 @@ def state_for(name: str, layer: MOELayer, session: Session, parent: MoE | None) 
     tensor_parallel = parent is not None and parent.enable_expert_tensor_parallelism
     fresh = LayerState(name, session, tensor_parallel)
     before = getattr(layer, "_tile", None)
-    if before is not None:
-        fresh.listeners = before.listeners  # earlier reports hear what is decided now
+    if before is not None and not before.has_heir:  # else a shallow copy has been here
+        before.has_heir = True
+        # Earlier reports hear what is decided now.
+        fresh.listeners, before.listeners = before.listeners, []
         if before.session.config == session.config:
             fresh.stats = before.stats
-            fresh.stats.name = name  # another root may call it otherwise
+            fresh.stats.go_on(name)
     return fresh
 
 
