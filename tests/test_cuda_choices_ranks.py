@@ -145,7 +145,8 @@ def calls_of_a_few_tokens(ctx: RankContext) -> None:
                 assert library.exchange.wanted_ctas
     with fake() as (library, _):
         uneven = 70 * 128
-        Layer(k=1, hidden=uneven, num_consumer_ctas="auto").open().check(rows(4, hidden=uneven))
+        layer = Layer(k=1, hidden=uneven, num_consumer_ctas="auto").open()
+        layer.check(rows(4, hidden=uneven))
         # 4 bands: 280 tiles of 128 in three waves, or 140 of 256 in two that are twice as long.
         assert library.combine.kind.tile_n == 128
         assert library.log[-1] == "SM"
