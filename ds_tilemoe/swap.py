@@ -230,7 +230,7 @@ def _agree(
     # A rank that fails in a later group puts all of its layers back, also those agreed on before.
     # Peers may have groups that this rank has not. DeepSpeed's groups lie in each other: what a
     # rank hears in a large one, and fails by, it has still to tell in the smaller ones.
-    for runtime in sorted(together, key=lambda runtime: runtime.ranks, reverse=True):
+    for runtime in sorted(together, key=lambda runtime: runtime.world, reverse=True):
         if runtime in lost:
             continue
         members = together[runtime]

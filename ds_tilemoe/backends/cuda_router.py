@@ -23,7 +23,7 @@ from ds_tilemoe.router_rules import MAX_EXPERTS, MAX_TOPK, rule_of
 from ds_tilemoe.routing import GATE_TIMER, Places, Routing
 
 _LEAST_SCRATCH = 1 << 14  # bytes
-BF16X3_TOKENS = 256  # for fewer, fp32 takes less time
+BF16X3_TOKENS = 256  # where fp32 takes as long; for fewer, less
 _LOGIT_PARTS = 3  # as in csrc/router/split.h
 _LOGIT_TILE = (128, 96)  # tokens and columns of one CTA: csrc/router/logits.cu
 _LOGIT_DEPTH = 64  # of H that a CTA loads at a time
@@ -198,13 +198,13 @@ class FusedRouter:
         Raises:
             ValueError: the logits are not like that.
         """
-        matrix = logits.flatten(0, 2) if logits.dim() == 4 and logits.is_contiguous() else logits
-        self._check_tensor("logits", matrix, torch.float32)
-        slices, tokens, parts, experts = logits.shape if logits.dim() == 4 else (1, 0, 1, 0)
-        if logits.dim() == 2:
-            tokens, experts = logits.shape
-        elif parts != _LOGIT_PARTS:
-            raise ValueError(f"logits are in {parts} parts, wanted {_LOGIT_PARTS}")
+        self._check_tensor("logits", logits, torch.float32, (2, 4))
+        slices, parts = 1, 1
+        tokens, experts = logits.shape[0], logits.shape[-1]
+        if logits.dim() == 4:
+            slices, tokens, parts, _ = logits.shape
+            if parts != _LOGIT_PARTS:
+                raise ValueError(f"logits are in {parts} parts, wanted {_LOGIT_PARTS}")
         _check_sizes(topk, experts)
         if topk > experts:
             raise ValueError(f"topk is {topk}, wanted at most the {experts} experts")
@@ -345,9 +345,11 @@ class FusedRouter:
             self._scratch[size] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._scratch[size]
 
-    def _check_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    def _check_tensor(
+        self, name: str, tensor: Tensor, dtype: torch.dtype, dims: tuple[int, ...] = (2,)
+    ) -> None:
         if (
-            tensor.dim() != 2
+            tensor.dim() not in dims
             or tensor.dtype != dtype
             or tensor.device != self.device
             or not tensor.is_contiguous()

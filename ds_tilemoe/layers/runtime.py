@@ -79,8 +79,8 @@ class Runtime:
         return self._is_open and self.backend is not None and self.backend.has_heap
 
     @property
-    def ranks(self) -> int:
-        """Of the group."""
+    def world(self) -> int:
+        """Ranks of the group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def meeting(self, together: bool) -> dist.ProcessGroup | None:
@@ -282,7 +282,8 @@ class Runtime:
         if len(set(names)) > 1:
             if any(message.inherits for message in messages):
                 is_mine = self.backend is not None and self._earlier is not None
-                in_step(self._make_backend if is_mine else lambda: None, self.group, "its parts")
+                work = self._make_backend if is_mine else lambda: None
+                in_step(work, self.group, "the parts of a backend")
             self._identity = uuid.uuid5(uuid.NAMESPACE_OID, " ".join(names)).hex
         if self.backend is not None:
             self._earlier = None
